@@ -64,7 +64,7 @@ def run(arguments):
     return code, out.getvalue(), err.getvalue()
 
 done = {name: run(arguments) for name, arguments in json.load(sys.stdin).items()}
-from attnplug_conformance.doctor import plugin_answer
+from attnplug.cli.doctor import plugin_answer
 done["doctor"] = (0, json.dumps(plugin_answer()["devices"]), "")
 print(json.dumps(done))
 """

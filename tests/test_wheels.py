@@ -172,10 +172,10 @@ def refused_politely(done: CompletedProcess[str], exit_code: int) -> str:
     ("package", "data"),
     [
         ("core", "attnplug/py.typed"),
+        ("core", "attnplug/cli/completion.bash"),
+        ("core", "attnplug/cli/completion.zsh"),
         ("core", "attnplug/hf/class_defaults.json"),
         ("core", "attnplug/hf/tiny.json"),
-        ("conformance", "attnplug_conformance/completion.bash"),
-        ("conformance", "attnplug_conformance/completion.zsh"),
         ("tune", "attnplug_tune/report.html.jinja"),
         ("plugins/flashinfer_mla", "attnplug_flashinfer_mla/tables/nvidia-h200.json"),
     ],

@@ -18,7 +18,7 @@ from attnplug_testing.command import Attnplug, in_own_process
 pytestmark = pytest.mark.usefixtures("plain_environment")
 
 
-@pytest.mark.parametrize("command", [[], ["backends"], ["explain"]])
+@pytest.mark.parametrize("command", [[], ["backends"], ["plugins"], ["explain"], ["doctor"], ["completion"]])
 def test_every_command_has_help(attnplug: Attnplug, command: list[str]) -> None:
     outcome = attnplug(*command, "--help")
     assert outcome.code == 0

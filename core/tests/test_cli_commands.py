@@ -143,7 +143,7 @@ def test_a_command_that_does_not_exist_gets_the_nearest(
     assert f"did you mean {meant}?" in outcome.err
 
 
-@pytest.mark.parametrize("command", ["completion", "conform", "doctor", "plugins", "run", "tune"])
+@pytest.mark.parametrize("command", ["conform", "run", "tune"])
 def test_a_command_of_a_package_that_is_not_installed_is_one_line(
     attnplug: Attnplug, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:

@@ -155,7 +155,9 @@ def make_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version of attnplug and of its contract")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for own, (text, add_options) in OWN.items():
-        add_options(add_command(commands, own, text, partial(_run_module, own)))
+        declared = add_command(commands, own, text, partial(_run_module, own))
+        if add_options is not None:
+            add_options(declared)
     name = next((argument for argument in arguments if not argument.startswith("-")), None)
     if name is None and "--version" not in arguments:
         _add_all(commands)
@@ -197,6 +199,10 @@ def _backends_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="show broken and blocked plugins too")
     text = "print only the names of selectable backends, one per line"
     parser.add_argument("--names", action="store_true", help=text)
+
+
+def _completion_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="bash, zsh or fish")
 
 
 def _explain_options(parser: argparse.ArgumentParser) -> None:
@@ -250,11 +256,17 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend-option", action="append", default=[], metavar="NAME.KEY=VALUE", help=text)
 
 
-OWN: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+OWN: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None] | None]] = {
     "backends": ("List the installed backends: what each supports, and whether it is usable here.", _backends_options),
+    "plugins": ("List the installed packages that provide backends, commands and hosts.", None),
     "explain": (
         "Show the backend that each role gets for a model, and every reason against every candidate.",
         _explain_options,
     ),
+    "doctor": (
+        "Report on Python, torch, devices, kernel libraries, plugins and caches. Always prints, never fails.",
+        None,
+    ),
+    "completion": ("Print a completion script for a shell.", _completion_options),
 }
-"""Core's own commands: the help text, and a function that adds the options. Module ``NAME`` has ``run(parsed)``."""
+"""Core's own commands: the help text, and a function that adds options. Module ``NAME`` has ``run(parsed)``."""
