@@ -30,7 +30,7 @@ EDITS = {
     # The version, and a code.
     "declare/version.py": [(f'CONTRACT_VERSION = "{CONTRACT_VERSION}"', f'CONTRACT_VERSION = "{VERSION}"')],
     "torch_native/plugin.py": [(f'contract="{CONTRACT_VERSION}"', f'contract="{VERSION}"')],
-    "declare/refusal.py": [('    ROLE = "role"\n', '    ROLE = "role"\n    LATER = "later"\n')],
+    "declare/errors.py": [('    ROLE = "role"\n', '    ROLE = "role"\n    LATER = "later"\n')],
     # A feature, and a field with a default that a layer with the feature has.
     "declare/model.py": [
         ('    COMPRESSED = "compressed"\n', '    COMPRESSED = "compressed"\n    LATER = "later"\n'),

@@ -33,7 +33,7 @@ from attnplug.auto.fastest import FastestBackend
 from attnplug.auto.ranking import Ranked
 from attnplug.auto.schedule import BackendSchedule
 from attnplug.declare.errors import PluginWarning, WorkspaceError
-from attnplug.declare.registered import Registered, Source
+from attnplug.declare.spec import Registered, Source
 from attnplug.host import (
     BackendRequest,
     ForwardingBackend,

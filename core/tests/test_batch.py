@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from attnplug import ForwardBatch, ForwardMode, Plan, PlanError
-from attnplug.contract.batch import BatchPlan, apply_skip_attn_backend_init
-from attnplug.contract.plan import BackendId
+from attnplug.contract.batch import BackendId, BatchPlan, apply_skip_attn_backend_init
 from attnplug.host import plan_forward
 from attnplug_testing.batches import geometry, padded, with_plan
 from attnplug_testing.errors import raises_naming

@@ -22,7 +22,7 @@ from attnplug import (
     Plan,
     PlanError,
 )
-from attnplug.contract.plan import BackendId
+from attnplug.contract.batch import BackendId
 from attnplug.host import ExtendPolicy, HookError, KVPools, ModelAttention, active_attention
 from attnplug.linear import LinearDims, LinearInputs, LinearStatePool
 from attnplug.wrappers.split import HybridLinearBackend, SplitBackend

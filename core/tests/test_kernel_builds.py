@@ -18,7 +18,7 @@ import torch
 from attnplug import BackendContext, DType, Problem, Role
 from attnplug.declare.device import SM, DeviceSpec, Processor
 from attnplug.declare.errors import PluginError, PluginWarning
-from attnplug.declare.registered import Registered, Source
+from attnplug.declare.spec import Registered, Source
 from attnplug.host import (
     BackendRequest,
     HostContext,

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from attnplug.cli import app, output
-from attnplug.declare.registered import Source
+from attnplug.declare.spec import Source
 from attnplug.host import AttnplugError, load_registry
 from attnplug.registry.loading import Broken
 from attnplug_engine.execution.runner import ModelRunner

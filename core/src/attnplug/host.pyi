@@ -13,13 +13,13 @@ from attnplug.declare.options import split_settings as split_settings
 from attnplug.declare.problem import model_dtype as model_dtype
 from attnplug.hf.config_keys import ModelConfigError as ModelConfigError
 from attnplug.hf.tiny import TINY_CONFIGS as TINY_CONFIGS
-from attnplug.kv.caches import KVPools as KVPools
+from attnplug.kv.pools import KVPools as KVPools
 from attnplug.kv.workspace import WorkspaceOwner as WorkspaceOwner
 from attnplug.layers.model_attention import ModelAttention as ModelAttention
 from attnplug.layers.model_attention import active_attention as active_attention
 from attnplug.layers.model_attention import plan_forward as plan_forward
+from attnplug.mla.attention import MLAWeights as MLAWeights
 from attnplug.mla.extend_policy import ExtendPolicy as ExtendPolicy
-from attnplug.mla.weights import MLAWeights as MLAWeights
 from attnplug.registry.assembly import build_selection as build_selection
 from attnplug.registry.assembly import choose_importable as choose_importable
 from attnplug.registry.hosts import HostSpec as HostSpec

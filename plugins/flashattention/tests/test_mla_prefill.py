@@ -19,9 +19,8 @@ from attnplug import (
     RaggedCall,
     Serving,
 )
-from attnplug.contract.backend import hook_signatures
-from attnplug.contract.hooks import bind_hook
-from attnplug.contract.plan import BackendId
+from attnplug.contract.backend import bind_hook, hook_signatures
+from attnplug.contract.batch import BackendId
 from attnplug.host import ExtendPolicy
 from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug.wrappers.split import HybridLinearBackend, SplitBackend

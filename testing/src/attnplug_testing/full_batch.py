@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from attnplug import ForwardBatch, ForwardMode, Geometry, Plan, RaggedCall
-from attnplug.contract.batch import BatchPlan, _CheckedPlans
-from attnplug.contract.plan import BackendId, PlanRecord
+from attnplug.contract.batch import BackendId, BatchPlan, PlanRecord, _CheckedPlans
 from attnplug.host import HostLengths, TypicalLens
 
 

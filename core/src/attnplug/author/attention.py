@@ -12,11 +12,9 @@ from torch import Tensor
 
 from attnplug.author.served_layers import NO_EXTRAS, NewRows, ServedLayers, output_width
 from attnplug.contract.backend import ForwardExtras
-from attnplug.contract.batch import ForwardBatch
+from attnplug.contract.batch import BackendId, ForwardBatch, Plan, describe_result
 from attnplug.contract.context import BackendContext
-from attnplug.contract.geometry import Geometry
-from attnplug.contract.mode import ForwardMode
-from attnplug.contract.plan import BackendId, Plan, describe_result
+from attnplug.contract.geometry import ForwardMode, Geometry
 from attnplug.declare.claims import Claims
 from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.model import LayerSpec

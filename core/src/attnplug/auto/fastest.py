@@ -9,10 +9,8 @@ from torch import Tensor
 
 from attnplug.auto.schedule import BackendSchedule, ExtendSchedule
 from attnplug.contract.backend import AttentionBackend
-from attnplug.contract.batch import ForwardBatch
-from attnplug.contract.geometry import Geometry, is_ragged
-from attnplug.contract.mode import ForwardMode
-from attnplug.contract.plan import Plan, received_plan
+from attnplug.contract.batch import ForwardBatch, Plan, received_plan
+from attnplug.contract.geometry import ForwardMode, Geometry, is_ragged
 from attnplug.contract.ragged import RaggedCall
 from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import GraphLevel, Role

@@ -9,13 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from attnplug.auto.measurement import MeasuredShape
 from attnplug.auto.schedule import BackendSchedule, BatchPoint, ExtendSchedule, filled
-from attnplug.auto.table_store import FoundTable, Plugins, load_tables
-from attnplug.declare.errors import TableWarning, UsageError
+from attnplug.auto.table_store import FoundTable, MeasuredShape, Plugins, load_tables
+from attnplug.declare.errors import Refusal, RefusalCode, TableWarning, UsageError
 from attnplug.declare.problem import DEFAULT_PAGE_SIZE, Problem, Role, model_dtype
-from attnplug.declare.refusal import Refusal, RefusalCode
-from attnplug.declare.registered import Registered
+from attnplug.declare.spec import Registered
 
 
 @dataclass(frozen=True, slots=True)

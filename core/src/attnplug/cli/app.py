@@ -18,11 +18,9 @@ from importlib_metadata import EntryPoint
 
 from attnplug.cli import output
 from attnplug.cli.output import shown_as_lines
-from attnplug.declare.errors import PluginError, UsageError
+from attnplug.declare.errors import PluginError, Refusal, Render, UsageError
 from attnplug.declare.problem import INVARIANCE, ExtendPath, Role
-from attnplug.declare.refusal import Refusal
-from attnplug.declare.registered import Source
-from attnplug.declare.settings import Render
+from attnplug.declare.spec import Source
 from attnplug.registry.loading import Broken, attributed, find_entry_points, load_entry_point
 
 EPILOG = "Exit codes: 0 success, 1 a refusal or a failed check, 2 a usage error."

@@ -11,9 +11,9 @@ from attnplug.cli import output
 from attnplug.cli.app import option, refusal_as_json
 from attnplug.cli.output import table, warn_of_plugins
 from attnplug.declare.capabilities import Capabilities
+from attnplug.declare.errors import Refusal, RefusalCode
 from attnplug.declare.problem import GraphLevel, Problem
-from attnplug.declare.refusal import Refusal, RefusalCode
-from attnplug.declare.registered import Source
+from attnplug.declare.spec import Source
 from attnplug.registry.registry import ALLOW_VARIABLE, Registry, load_registry
 
 

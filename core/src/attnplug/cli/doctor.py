@@ -26,10 +26,10 @@ from typing import Any, TextIO
 
 import importlib_metadata as metadata
 
-from attnplug.auto.measurement import MeasuredTable
 from attnplug.auto.table_store import (
     CACHE_VARIABLE,
     TABLES_VARIABLE,
+    MeasuredTable,
     Plugins,
     cache_folder,
     cache_folders,
@@ -41,7 +41,7 @@ from attnplug.cli.backends import listing
 from attnplug.declare.device import Processor
 from attnplug.declare.errors import describe_error
 from attnplug.declare.installed import installed_version
-from attnplug.declare.registered import Source
+from attnplug.declare.spec import Source
 from attnplug.declare.version import CONTRACT_VERSION
 from attnplug.registry.loading import GROUP, canonical_name, find_entry_points
 from attnplug.registry.registry import ALLOW_VARIABLE, STRICT_VARIABLE, Registry, load_registry

@@ -10,11 +10,10 @@ from attnplug.cli import output
 from attnplug.cli.app import refusal_as_json
 from attnplug.cli.output import warn_of_plugins
 from attnplug.declare.device import Processor
-from attnplug.declare.errors import UsageError
+from attnplug.declare.errors import Render, Setting, UsageError
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.options import split_settings
 from attnplug.declare.problem import DType, ExtendPath, GraphLevel, Problem, Role, model_dtype, sorted_levels
-from attnplug.declare.settings import Render, Setting
 from attnplug.registry.hosts import load_host
 from attnplug.registry.models import load_model
 from attnplug.registry.registry import Registry, load_registry

@@ -12,9 +12,8 @@ from importlib_metadata import EntryPoint
 
 from attnplug.cli import output
 from attnplug.cli.app import option, parse, run
-from attnplug.declare.errors import AttnplugError, PluginError, describe_error
-from attnplug.declare.registered import Source
-from attnplug.declare.settings import Render
+from attnplug.declare.errors import AttnplugError, PluginError, Render, describe_error
+from attnplug.declare.spec import Source
 from attnplug.machine import interrupt
 from attnplug.registry.loading import find_entry_points
 

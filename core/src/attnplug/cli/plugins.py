@@ -11,7 +11,7 @@ from attnplug.cli import output
 from attnplug.cli.app import command_claims, command_conflict
 from attnplug.cli.backends import listing
 from attnplug.cli.output import table, warn_of_plugins
-from attnplug.declare.registered import Source
+from attnplug.declare.spec import Source
 from attnplug.hf.tiny import TINY
 from attnplug.registry.hosts import GROUP
 from attnplug.registry.loading import find_entry_points

@@ -14,7 +14,7 @@ from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.errors import BackendError, PoolError
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.problem import Role
-from attnplug.kv.caches import KVPools
+from attnplug.kv.pools import KVPools
 from attnplug.kv.workspace import WorkspaceOwner
 
 

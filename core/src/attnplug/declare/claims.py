@@ -9,11 +9,9 @@ from dataclasses import dataclass, field, fields
 from functools import reduce
 from typing import Any
 
-from attnplug.declare.errors import PluginError
+from attnplug.declare.errors import PluginError, Refusal, RefusalCode, Setting
 from attnplug.declare.problem import ExtendPath, GraphLevel, Problem, Role, sorted_levels
 from attnplug.declare.reading import boolean, graph_level, integer, invariance_levels, members_of, names
-from attnplug.declare.refusal import Refusal, RefusalCode
-from attnplug.declare.settings import Setting
 
 
 @dataclass(frozen=True, slots=True)

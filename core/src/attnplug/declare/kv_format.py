@@ -7,12 +7,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from attnplug.declare.errors import PluginError, UsageError
+from attnplug.declare.errors import PluginError, Setting, UsageError
 from attnplug.declare.installed import DOTTED
 from attnplug.declare.model import AttentionKind, LayerSpec
 from attnplug.declare.problem import DType
 from attnplug.declare.reading import boolean, names, several
-from attnplug.declare.settings import Setting
 
 ROW_KINDS = frozenset({"mha", "mla", "index"})
 """Rows that a format may hold: keys and values of heads, latent rows, and index keys of sparse layers."""

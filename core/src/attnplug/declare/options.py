@@ -9,8 +9,7 @@ from contextlib import suppress
 from enum import Enum
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from attnplug.declare.errors import UsageError, describe_error
-from attnplug.declare.settings import Setting
+from attnplug.declare.errors import Setting, UsageError, describe_error
 
 _BOOLEANS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 

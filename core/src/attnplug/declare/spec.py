@@ -1,4 +1,4 @@
-"""Declaration of one backend: name, capabilities, options, requirements and factory.
+"""Declaration of one backend: name, capabilities, options, requirements and factory; and the plugin it comes from.
 
 All of it is data. Selection, explicit requests, test skips and documentation tables all call
 :meth:`BackendSpec.refusals`.
@@ -14,17 +14,24 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, fields
 from itertools import islice
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+from importlib_metadata import EntryPoint
 
 from attnplug.declare.capabilities import Capabilities
-from attnplug.declare.errors import PluginError, describe_error
-from attnplug.declare.installed import DOTTED, factory_refusal, requirement_problem, requirement_refusal
+from attnplug.declare.errors import PluginError, Refusal, RefusalCode, Setting, describe_error
+from attnplug.declare.installed import (
+    DOTTED,
+    HasMetadata,
+    factory_refusal,
+    metadata_lines,
+    requirement_problem,
+    requirement_refusal,
+)
 from attnplug.declare.kv_format import PLAIN_FORMATS
 from attnplug.declare.model import AttentionKind, Feature, LayerSpec
 from attnplug.declare.options import options_problems
 from attnplug.declare.problem import ExtendPath, Problem, Role
-from attnplug.declare.refusal import Refusal, RefusalCode
-from attnplug.declare.settings import Setting
 
 LARGEST_PREFERENCE = 10**9
 MOST_REFUSALS = 1000
@@ -323,3 +330,51 @@ def _unsupported(
         message = f"{noun} {value} {verb} not supported, only {names or 'none'}"
         plain, *allowed = (list(each) if type(each) is tuple else str(each) for each in (value, *sorted(supported)))
         yield Refusal(code, message, plain, allowed, setting)
+
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Origin of a plugin: its entry point and its distribution."""
+
+    entry_point: str
+    target: str
+    distribution: str
+    version: str
+
+    @classmethod
+    def of(cls, point: EntryPoint) -> Source:
+        return cls(point.name, point.value, *distribution_identity(point.dist))
+
+    @property
+    def embedded(self) -> bool:
+        """True if the plugin is core's own. Its module decides, because anyone can choose names and metadata."""
+        return self.target.startswith("attnplug.")
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version}"
+
+
+def distribution_identity(distribution: HasMetadata | None) -> tuple[str, str]:
+    """Name and version of a distribution, with placeholders for what damaged or missing metadata lacks."""
+    found = {} if distribution is None else metadata_lines(distribution)
+    place = getattr(distribution, "_path", "made by hand")
+    return found.get("name") or f"unknown distribution ({place})", found.get("version") or "?"
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A backend that can be requested by name, and the plugin that provides it."""
+
+    spec: BackendSpec
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class Provided(Generic[Item]):
+    """An object other than a backend, and the plugin that provides it."""
+
+    value: Item
+    source: Source

@@ -13,10 +13,17 @@ from torch import Tensor
 from attnplug.declare.errors import PoolError
 from attnplug.declare.kv_format import KVFormat, as_format
 from attnplug.declare.model import LayerSpec
-from attnplug.kv.buffer import PageCopy, PagedBuffer, copy_pages, move_rows, torch_dtype
-from attnplug.kv.coded_rows import CodedRows, load_codec, separate_views
-from attnplug.kv.foreign import check_together, foreign_pages, page_views
-from attnplug.kv.layout import LayoutName, PageLayout
+from attnplug.kv.buffer import (
+    CodedRows,
+    PageCopy,
+    PagedBuffer,
+    copy_pages,
+    load_codec,
+    move_rows,
+    separate_views,
+    torch_dtype,
+)
+from attnplug.kv.layout import LayoutName, PageLayout, check_together, foreign_pages, page_views
 
 T = TypeVar("T")
 Scales: TypeAlias = float | tuple[float, ...]

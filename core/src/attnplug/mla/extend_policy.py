@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import mul
 
-from attnplug.contract.mode import ForwardMode
+from attnplug.contract.geometry import ForwardMode
 from attnplug.declare.errors import PlanError, UsageError
 from attnplug.declare.problem import ExtendPath
 

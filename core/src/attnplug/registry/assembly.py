@@ -19,17 +19,23 @@ from attnplug.contract.backend import (
     bind_optional_hook,
     hook_signatures,
     methods,
+    shown,
 )
 from attnplug.contract.context import BackendContext, HostContext
-from attnplug.contract.hooks import shown
 from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.claims import Claims
-from attnplug.declare.errors import BackendError, HookError, PluginWarning, describe_error
+from attnplug.declare.errors import (
+    BackendError,
+    HookError,
+    PluginWarning,
+    Refusal,
+    RefusalCode,
+    Setting,
+    describe_error,
+)
 from attnplug.declare.model import AttentionKind, Feature
 from attnplug.declare.problem import DType, ExtendPath, GraphLevel, Problem, Role
-from attnplug.declare.refusal import Refusal, RefusalCode
-from attnplug.declare.registered import Registered
-from attnplug.declare.settings import Setting
+from attnplug.declare.spec import Registered
 from attnplug.machine.runtime import runtime_of
 from attnplug.registry.isolation import BuildError, attributed_to
 from attnplug.registry.kernel_builds import build_kernels

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from attnplug.declare.errors import AttnplugError, BackendError, PluginError, describe_error
-from attnplug.declare.registered import Registered
+from attnplug.declare.spec import Registered
 
 
 @contextlib.contextmanager

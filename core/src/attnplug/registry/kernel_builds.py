@@ -19,8 +19,7 @@ from typing import Any
 
 from attnplug.declare.errors import BackendError
 from attnplug.declare.problem import Problem, Role
-from attnplug.declare.registered import Registered
-from attnplug.declare.spec import KernelBuild
+from attnplug.declare.spec import KernelBuild, Registered
 from attnplug.registry.isolation import BuildError, attributed_to
 
 compiled_kernels: list[tuple[str, float]] = []

@@ -1,4 +1,12 @@
-"""Plugin discovery and loading. Entry points are loaded one at a time, each isolated from the others (D2).
+"""Hook specifications, and the discovery and loading of plugins, each isolated from the others (D2).
+
+Each hook is called once per plugin, when the plugin is loaded. A plugin implements the ones it needs. The module that
+implements them must import neither torch nor a kernel library, because ``attnplug backends`` loads every plugin. An
+invalid result is reported with the plugin's distribution, and the whole plugin is left out. Example::
+
+    @attnplug.hookimpl
+    def attnplug_backends():
+        return [BackendSpec(name="my_backend", factory="my_package.backend:MyBackend", ...)]
 
 A plugin marks its hooks with pluggy's decorator, but pluggy neither loads nor calls them. Its loader stops at the first
 broken plugin, skips a second one of the same name, never calls a misspelled hook and never fills an argument with a
@@ -29,12 +37,67 @@ from attnplug.declare.device import DeviceSpec
 from attnplug.declare.errors import PluginError, describe_error
 from attnplug.declare.installed import requirement_refusal
 from attnplug.declare.kv_format import KVFormat
-from attnplug.declare.registered import Source, distribution_identity
-from attnplug.declare.spec import BackendSpec
+from attnplug.declare.spec import BackendSpec, Source, distribution_identity
 from attnplug.declare.version import CONTRACT_VERSION
 from attnplug.declare.workspace_kind import WorkspaceKind
-from attnplug.registry import plugin_hooks
 from attnplug.registry.isolation import guarded
+
+PROJECT = "attnplug"
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Decorator of a plugin's hooks: ``@hookimpl`` above ``def attnplug_backends()``."""
+
+
+@hookspec
+def attnplug_backends() -> Iterable[BackendSpec]:  # type: ignore[empty-body] # a hookspec has none
+    """Return the specs of this plugin's backends.
+
+    The factory named in a spec is imported only when the backend is built. Backend names are unique: if two plugins
+    claim one, neither gets it, and the error names both. Core keeps its own names.
+    """
+
+
+@hookspec
+def attnplug_kv_formats() -> Iterable[KVFormat]:  # type: ignore[empty-body] # a hookspec has none
+    """Return the KV cache formats that this plugin provides. A host's setting ``kv_dtype`` requests one by name.
+
+    ``torch_native`` serves every format by its codec. Backends with kernels claim formats by name. Names are unique, as
+    those of backends are.
+    """
+
+
+@hookspec
+def attnplug_workspace_kinds() -> Iterable[WorkspaceKind]:  # type: ignore[empty-body] # a hookspec has none
+    """Return the kinds of workspace memory that this plugin's kernels need, beyond ``attnplug.SCRATCH``.
+
+    Plugins with equal kinds share memory. One name with different contracts is an error that names both plugins.
+    """
+
+
+@hookspec
+def attnplug_devices() -> Iterable[DeviceSpec]:  # type: ignore[empty-body] # a hookspec has none
+    """Return the torch device types that this plugin supports. Their names are unique, as those of backends are."""
+
+
+@hookspec
+def attnplug_rankings() -> Iterable[Path]:  # type: ignore[empty-body] # a hookspec has none
+    """Return folders with measured tables, by which ``auto`` ranks this plugin's backends or others.
+
+    A folder is read when ``auto`` chooses, not when the plugin is loaded. It holds the files that ``attnplug tune``
+    writes, named after the device: ``nvidia-h200.json``. If two plugins ship a table for the same backend, role, layer
+    shape and device, neither is used and a warning names both files.
+    """
+
+
+@hookspec
+def attnplug_tiny_models() -> Mapping[str, Mapping[str, object]]:  # type: ignore[empty-body] # a hookspec has none
+    """Return Hugging Face configs of tiny models by name, as ``config.json`` would hold them.
+
+    ``tiny:NAME`` is then a model with random weights, like core's own. The engine's tokens for it are ASCII characters,
+    so ``vocab_size`` must be at least 128. Names are unique, as those of backends are.
+    """
+
 
 GROUP = "attnplug.plugins"
 MAX_ITEMS = 1000
@@ -238,7 +301,7 @@ def _models(result: Any) -> dict[str, Mapping[str, object]]:
     return models
 
 
-_MANAGER = pluggy.PluginManager(plugin_hooks.PROJECT)
+_MANAGER = pluggy.PluginManager(PROJECT)
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     "attnplug_backends": partial(_items, BackendSpec),
     "attnplug_kv_formats": partial(_items, KVFormat),

@@ -15,14 +15,20 @@ from typing import Any, TypeVar
 from importlib_metadata import EntryPoint
 
 from attnplug.declare.device import DeviceSpec, Processor
-from attnplug.declare.errors import PluginError, PluginWarning, UsageError, describe_error
+from attnplug.declare.errors import (
+    PluginError,
+    PluginWarning,
+    Refusal,
+    RefusalCode,
+    Setting,
+    UsageError,
+    describe_error,
+)
 from attnplug.declare.installed import factory_refusal
 from attnplug.declare.kv_format import BUILT_IN, KVFormat
 from attnplug.declare.problem import DType
 from attnplug.declare.reading import of_type
-from attnplug.declare.refusal import Refusal, RefusalCode
-from attnplug.declare.registered import Provided, Registered, Source
-from attnplug.declare.settings import Setting
+from attnplug.declare.spec import Provided, Registered, Source
 from attnplug.declare.version import contract_problem
 from attnplug.declare.workspace_kind import WorkspaceKind
 from attnplug.machine.hardware import CPU, CUDA

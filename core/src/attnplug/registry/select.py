@@ -14,13 +14,10 @@ from typing import Any
 
 from attnplug.auto.ranking import BY_PREFERENCE, Ranking, by_preference
 from attnplug.declare.claims import PageSizes
-from attnplug.declare.errors import AttnplugError, UsageError
+from attnplug.declare.errors import AttnplugError, Refusal, RefusalCode, Render, Setting, UsageError
 from attnplug.declare.options import parse_options
 from attnplug.declare.problem import DEFAULT_PAGE_SIZE, GraphLevel, Problem, Role, sorted_levels
-from attnplug.declare.refusal import Refusal, RefusalCode
-from attnplug.declare.registered import Registered
-from attnplug.declare.settings import Render, Setting
-from attnplug.declare.spec import BackendSpec
+from attnplug.declare.spec import BackendSpec, Registered
 from attnplug.registry.registry import Registry
 from attnplug.registry.selection import AUTO, BackendRequest, Candidate, RoleChoice, Selection, refusal_lines
 

@@ -7,12 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from attnplug.auto.schedule import BackendSchedule
-from attnplug.declare.errors import UsageError
+from attnplug.declare.errors import Refusal, RefusalCode, Render, Setting, UsageError
 from attnplug.declare.problem import GraphLevel, Problem, Role, sorted_levels
-from attnplug.declare.refusal import Refusal, RefusalCode
-from attnplug.declare.registered import Registered
-from attnplug.declare.settings import Render, Setting
-from attnplug.declare.spec import BackendSpec
+from attnplug.declare.spec import BackendSpec, Registered
 
 AUTO = "auto"
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from attnplug.author.attention import PlannedAttention
 from attnplug.author.served_layers import NewRows, check_lse, output_width
 from attnplug.contract.backend import ForwardExtras
+from attnplug.contract.batch import Plan
 from attnplug.contract.context import BackendContext
 from attnplug.contract.geometry import Geometry
-from attnplug.contract.plan import Plan
 from attnplug.contract.ragged import RaggedCall
 from attnplug.declare.errors import PoolError
 from attnplug.declare.model import LayerSpec
@@ -213,8 +213,8 @@ class TorchNativeBackend(PlannedAttention):
     def _attend_in_place(self, q: Tensor, layer: LayerSpec, pages: PagesInPlace) -> Tensor:
         pool, layer_id = self._mha, layer.layer_id
         assert pool is not None
-        last_k, last_v = pool.read_keys(layer_id, pages.tails), pool.read_values(layer_id, pages.tails)
-        return pages.attend(q, pool.keys(layer_id), pool.values(layer_id), last_k, last_v, layer.scale)
+        tails = pool.read(layer_id, pages.tails)
+        return pages.attend(q, pool.keys(layer_id), pool.values(layer_id), *tails, layer.scale)
 
     def _read(self, layer: LayerSpec, group: Group) -> tuple[Tensor, Tensor]:
         """Read keys ``[requests, keys, kv_heads, dim]`` and values of a group's requests."""
@@ -225,12 +225,6 @@ class TorchNativeBackend(PlannedAttention):
             if layouts[0].tokens_evenly_spaced and layouts[1].tokens_evenly_spaced:
                 keys, values = self._mha.keys(layer.layer_id), self._mha.values(layer.layer_id)
                 return keys.flatten(0, 1)[None, group.run], values.flatten(0, 1)[None, group.run]
-        blocks = group.blocks
-        read = None if blocks is None else self._mha.read_blocks(layer.layer_id, blocks.numbers, blocks.blank)
-        if read is not None:
-            keys, values = read
-            count = group.extent.keys
-            return (keys, values) if keys.shape[1] == count else (keys[:, :count], values[:, :count])
         return self._read_slots(layer, group.slots)
 
     def _read_slots(self, layer: LayerSpec, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -242,4 +236,4 @@ class TorchNativeBackend(PlannedAttention):
             return rows, rows[..., : layer.mla.kv_lora_rank]
         if self._mha is None:
             raise PoolError(f"layer {layer.layer_id} is {layer.kind}, but {self.backend_id.name} has no MHA pool")
-        return self._mha.read_keys(layer.layer_id, slots), self._mha.read_values(layer.layer_id, slots)
+        return self._mha.read(layer.layer_id, slots)

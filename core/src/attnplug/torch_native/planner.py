@@ -10,9 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnplug.contract.geometry import Geometry
-from attnplug.contract.mode import ForwardMode
-from attnplug.kv.buffer import BLOCK
+from attnplug.contract.geometry import ForwardMode, Geometry
 from attnplug.machine.hardware import IS_ARM
 from attnplug.machine.runtime import to_device
 
@@ -65,47 +63,18 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Blocks:
-    """Cache rows of a decode group as blocks of ``BLOCK`` rows, which are copied faster than single rows.
-
-    ``numbers`` ``[requests, blocks]``. The end of a request's last block may be unused: ``blank`` are the indices of
-    such rows, within the rows of all blocks, that must be cleared because a mask would not hide a NaN in them.
-    """
-
-    numbers: Tensor
-    blank: Tensor | None
-
-    @classmethod
-    def of(cls, slots: np.ndarray, lens: list[int]) -> Blocks | None:
-        """Convert ``slots`` ``[requests, keys]`` in pages of whole blocks; ``None`` if a request fills no block."""
-        if min(lens) < BLOCK:
-            return None
-        ends, keys = np.array(lens)[:, None], slots.shape[1]
-        numbers, positions = slots[:, ::BLOCK] // BLOCK, np.arange(0, keys, BLOCK)
-        if min(lens) == keys:
-            return cls(torch.from_numpy(numbers), None)
-        numbers = np.where(positions < ends, numbers, numbers[:, :1])  # beyond the end, repeat a full block
-        rest = ends + np.arange(BLOCK - 1)  # rows between each end and the next block
-        blank = (rest < -(-ends // BLOCK) * BLOCK).nonzero()
-        places = blank[0] * numbers.shape[1] * BLOCK + rest[blank]
-        return cls(torch.from_numpy(numbers), torch.from_numpy(places) if len(places) else None)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Group:
     """Requests with equally many new tokens that run as one operation.
 
     ``rows`` ``[requests * queries]`` are the indices of their rows in q (a slice if contiguous; ``None``: all planned
     rows, in order). ``slots`` ``[requests, keys]`` are the slots of their cache rows. ``run`` is the same as a slice,
-    for one decoding request on a CPU with contiguous slots, which is read without a copy. ``blocks`` are the same as
-    blocks, for several requests whose pages consist of blocks.
+    for one decoding request on a CPU with contiguous slots, which is read without a copy.
     """
 
     rows: Tensor | slice | None
     slots: Tensor
     extent: Extent
     run: slice | None = None
-    blocks: Blocks | None = None
 
     def within(self, window: int | None) -> Group:
         """Return this group without keys that are outside of every query's window. They are neither read nor scored."""
@@ -207,9 +176,7 @@ def _cached_reads(
         if first_rows is not None:
             rows = torch.tensor([first_rows[request] for request in requests[part]])
         own = slots[part, : extent.keys].contiguous()
-        run = _run(own)
-        blocks = None if run is not None or geometry.page_size % BLOCK else Blocks.of(own.numpy(), lens[part])
-        groups.append(Group(rows, own, extent, run, blocks))
+        groups.append(Group(rows, own, extent, _run(own)))
     return tuple(groups)
 
 

@@ -13,7 +13,7 @@ from attnplug.declare.spec import BackendSpec
 from attnplug.declare.workspace_kind import SCRATCH, WorkspaceKind
 from attnplug.hf.tiny import TINY_CONFIGS
 from attnplug.machine.hardware import CPU, CUDA
-from attnplug.registry.plugin_hooks import hookimpl
+from attnplug.registry.loading import hookimpl
 
 
 @hookimpl

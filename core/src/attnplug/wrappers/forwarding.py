@@ -7,10 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from attnplug.contract.backend import AttentionBackend, bind_optional_hook, hook_signatures, methods
-from attnplug.contract.batch import ForwardBatch
-from attnplug.contract.hooks import Hook, shown
-from attnplug.contract.plan import BackendId, Plan, received_plan
+from attnplug.contract.backend import AttentionBackend, Hook, bind_optional_hook, hook_signatures, methods, shown
+from attnplug.contract.batch import BackendId, ForwardBatch, Plan, received_plan
 from attnplug.declare.claims import Claims, weakest
 from attnplug.declare.errors import BackendError
 from attnplug.declare.model import LayerSpec

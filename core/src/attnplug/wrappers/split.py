@@ -8,11 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from attnplug.contract.backend import AttentionBackend, LinearBackend
-from attnplug.contract.batch import ForwardBatch
-from attnplug.contract.hooks import Hook
-from attnplug.contract.mode import ForwardMode
-from attnplug.contract.plan import Plan
+from attnplug.contract.backend import AttentionBackend, Hook, LinearBackend
+from attnplug.contract.batch import ForwardBatch, Plan
+from attnplug.contract.geometry import ForwardMode
 from attnplug.declare.claims import Claims, CombinedClaims, weakest
 from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.model import LayerSpec, ModelSpec

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from attnplug import PoolError
 from attnplug.cli import output
-from attnplug.declare.settings import Render
+from attnplug.declare.errors import Render
 from attnplug_engine.checkpoints.pooling import MODULES_FILE
 from attnplug_engine.cli.prompts import PromptLine
 from attnplug_engine.embedding import Embedder, Embedding
