@@ -46,16 +46,16 @@ EDITS = {
     # A level.
     "declare/problem.py": [('    """Any batch, prefill included."""\n', '    """Any batch."""\n    LATER = 4\n')],
     # A claim, which wrappers combine.
-    "declare/claims.py": [
+    "declare/capabilities.py": [
+        ('EXTRAS = ("entries", ', 'EXTRAS = ("entries", "later", '),  # an extra
         (
             "    def __post_init__(self) -> None:\n        for each in fields(self):",
             "    later: int = declared(integer, 0, weaker=min, within=operator.le)\n\n"
             "    def __post_init__(self) -> None:\n        for each in fields(self):",
-        )
+        ),
     ],
     "declare/spec.py": [("    preference: int = 0\n", "    later: str | None = None\n    preference: int = 0\n")],
     # An extra.
-    "declare/capabilities.py": [('EXTRAS = ("entries", ', 'EXTRAS = ("entries", "later", ')],
     "contract/backend.py": [
         (
             '    lse: Tensor | None = None\n    """Output',
@@ -66,7 +66,7 @@ EDITS = {
         ("DeltaDecoding, GraphPlanning)", "DeltaDecoding, GraphPlanning, LaterPlanning)"),
     ],
     # Fields of what backends receive.
-    "contract/ragged.py": [
+    "contract/inputs.py": [
         ("    lane: int = 0\n\n    @classmethod", "    lane: int = 0\n    later: int = 0\n\n    @classmethod")
     ],
     # A format.

@@ -49,7 +49,7 @@ from attnplug.host import (
     select,
 )
 from attnplug.registry.assembly import BuildError, build_chosen
-from attnplug.wrappers.split import HybridLinearBackend
+from attnplug.wrappers.forwarding import HybridLinearBackend
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.specs import GDN, MHA, MLA, claiming, model
 from support.recorder import Recorder

@@ -10,10 +10,10 @@ from attnplug.contract.context import BackendContext as BackendContext
 from attnplug.contract.context import Serving as Serving
 from attnplug.contract.geometry import ForwardMode as ForwardMode
 from attnplug.contract.geometry import Geometry as Geometry
-from attnplug.contract.ragged import RaggedCall as RaggedCall
+from attnplug.contract.inputs import RaggedCall as RaggedCall
 from attnplug.declare.capabilities import Capabilities as Capabilities
-from attnplug.declare.claims import Claims as Claims
-from attnplug.declare.claims import PageSizes as PageSizes
+from attnplug.declare.capabilities import Claims as Claims
+from attnplug.declare.capabilities import PageSizes as PageSizes
 from attnplug.declare.errors import BackendError as BackendError
 from attnplug.declare.errors import PlanError as PlanError
 from attnplug.declare.errors import PoolError as PoolError
@@ -21,8 +21,10 @@ from attnplug.declare.errors import Refusal as Refusal
 from attnplug.declare.errors import RefusalCode as RefusalCode
 from attnplug.declare.errors import Setting as Setting
 from attnplug.declare.errors import UsageError as UsageError
+from attnplug.declare.kv_format import SCRATCH as SCRATCH
 from attnplug.declare.kv_format import KVFormat as KVFormat
 from attnplug.declare.kv_format import RowPart as RowPart
+from attnplug.declare.kv_format import WorkspaceKind as WorkspaceKind
 from attnplug.declare.model import AttentionKind as AttentionKind
 from attnplug.declare.model import Feature as Feature
 from attnplug.declare.model import LayerSpec as LayerSpec
@@ -34,8 +36,6 @@ from attnplug.declare.problem import GraphLevel as GraphLevel
 from attnplug.declare.problem import Problem as Problem
 from attnplug.declare.problem import Role as Role
 from attnplug.declare.spec import BackendSpec as BackendSpec
-from attnplug.declare.workspace_kind import SCRATCH as SCRATCH
-from attnplug.declare.workspace_kind import WorkspaceKind as WorkspaceKind
 from attnplug.kv.pools import MHAPool as MHAPool
 from attnplug.kv.pools import MLAPool as MLAPool
 from attnplug.kv.workspace import Workspace as Workspace

@@ -21,7 +21,7 @@ from attnplug.contract.backend import AttentionBackend, ForwardExtras
 from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.context import HostContext, Limits
 from attnplug.contract.geometry import ForwardMode, Geometry, TypicalLens
-from attnplug.contract.sparse import IndexInputs
+from attnplug.contract.inputs import IndexInputs
 from attnplug.declare.model import LayerSpec, MLADims, ModelSpec
 from attnplug.declare.problem import GraphLevel, Role
 from attnplug.host import MLAWeights, installed_format

@@ -15,7 +15,7 @@ from attnplug.contract.backend import ForwardExtras
 from attnplug.contract.batch import BackendId, ForwardBatch, Plan, describe_result
 from attnplug.contract.context import BackendContext
 from attnplug.contract.geometry import ForwardMode, Geometry
-from attnplug.declare.claims import Claims
+from attnplug.declare.capabilities import Claims
 from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import LARGEST_TREE, ExtendPath, GraphLevel

@@ -13,7 +13,7 @@ from torch import Tensor
 from attnplug.contract.backend import AttentionBackend, ForwardExtras, bind_optional_hook, hook_signatures
 from attnplug.contract.batch import BackendId, ForwardBatch, Plan, describe_result
 from attnplug.contract.context import BackendContext
-from attnplug.contract.sparse import check_selected
+from attnplug.contract.inputs import check_selected
 from attnplug.declare.errors import BackendError, PlanError, PoolError
 from attnplug.declare.model import LayerSpec, MLADims
 from attnplug.kv.pools import MLAPool

@@ -15,10 +15,16 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from attnplug.contract.batch import BackendId, ForwardBatch, Plan
-from attnplug.contract.linear import DeltaInputs, LinearInputs
-from attnplug.contract.ragged import RaggedCall
-from attnplug.contract.sparse import CompressorInputs, IndexInputs, SelectedRows, first_rows
-from attnplug.declare.claims import Claims
+from attnplug.contract.inputs import (
+    CompressorInputs,
+    DeltaInputs,
+    IndexInputs,
+    LinearInputs,
+    RaggedCall,
+    SelectedRows,
+    first_rows,
+)
+from attnplug.declare.capabilities import Claims
 from attnplug.declare.errors import HookError
 from attnplug.declare.model import LayerSpec
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnplug.contract.geometry import Geometry
-from attnplug.contract.sparse import SelectedPositions, SelectedSlots
+from attnplug.contract.inputs import SelectedPositions, SelectedSlots
 from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.errors import BackendError, PoolError
 from attnplug.declare.model import ModelSpec

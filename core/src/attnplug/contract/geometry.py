@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnplug.contract.ragged import RaggedCall
+from attnplug.contract.inputs import RaggedCall
 from attnplug.declare.errors import PlanError
 from attnplug.machine.runtime import to_device
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnplug.declare.errors import WorkspaceError
-from attnplug.declare.workspace_kind import WorkspaceKind
+from attnplug.declare.kv_format import WorkspaceKind
 
 Allocate = Callable[[int, torch.device, bool], Tensor]
 """Allocator of workspace memory: ``(nbytes, device, zeroed)`` → tensor ``[nbytes]`` uint8."""

@@ -20,14 +20,12 @@ from attnplug.contract.batch import (
     received_plan,
 )
 from attnplug.contract.geometry import ForwardMode
-from attnplug.contract.linear import DeltaInputs, LinearInputs
-from attnplug.contract.sparse import SelectedRows
+from attnplug.contract.inputs import DeltaInputs, LinearInputs, SelectedRows
 from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import ExtendPath, GraphLevel
 from attnplug.kv.pools import KVPools
-from attnplug.mla.attention import MLAAttention, MLAWeights
-from attnplug.mla.extend_policy import ExtendPolicy
+from attnplug.mla.attention import ExtendPolicy, MLAAttention, MLAWeights
 
 
 class ModelAttention:

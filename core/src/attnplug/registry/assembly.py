@@ -22,8 +22,7 @@ from attnplug.contract.backend import (
     shown,
 )
 from attnplug.contract.context import BackendContext, HostContext
-from attnplug.declare.capabilities import Capabilities
-from attnplug.declare.claims import Claims
+from attnplug.declare.capabilities import Capabilities, Claims
 from attnplug.declare.errors import (
     BackendError,
     HookError,
@@ -42,7 +41,7 @@ from attnplug.registry.kernel_builds import build_kernels
 from attnplug.registry.registry import Registry
 from attnplug.registry.select import select
 from attnplug.registry.selection import AUTO, BackendRequest, Selection
-from attnplug.wrappers.split import HybridLinearBackend, SplitBackend
+from attnplug.wrappers.forwarding import HybridLinearBackend, SplitBackend
 
 EXTRA_OF = {Feature.SINKS: "sinks", Feature.SPARSE: "selected", Feature.COMPRESSED: "entries"}
 """Extras of ``forward`` that carry a layer's feature."""

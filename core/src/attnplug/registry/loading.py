@@ -36,10 +36,9 @@ from importlib_metadata import EntryPoint
 from attnplug.declare.device import DeviceSpec
 from attnplug.declare.errors import PluginError, describe_error
 from attnplug.declare.installed import requirement_refusal
-from attnplug.declare.kv_format import KVFormat
+from attnplug.declare.kv_format import KVFormat, WorkspaceKind
 from attnplug.declare.spec import BackendSpec, Source, distribution_identity
 from attnplug.declare.version import CONTRACT_VERSION
-from attnplug.declare.workspace_kind import WorkspaceKind
 from attnplug.registry.isolation import guarded
 
 PROJECT = "attnplug"

@@ -25,12 +25,11 @@ from attnplug.declare.errors import (
     describe_error,
 )
 from attnplug.declare.installed import factory_refusal
-from attnplug.declare.kv_format import BUILT_IN, KVFormat
+from attnplug.declare.kv_format import BUILT_IN, KVFormat, WorkspaceKind
 from attnplug.declare.problem import DType
 from attnplug.declare.reading import of_type
 from attnplug.declare.spec import Provided, Registered, Source
 from attnplug.declare.version import contract_problem
-from attnplug.declare.workspace_kind import WorkspaceKind
 from attnplug.machine.hardware import CPU, CUDA
 from attnplug.registry.loading import Broken, Loaded, canonical_name, find_entry_points, load_plugin
 

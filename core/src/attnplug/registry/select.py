@@ -13,7 +13,7 @@ from functools import reduce
 from typing import Any
 
 from attnplug.auto.ranking import BY_PREFERENCE, Ranking, by_preference
-from attnplug.declare.claims import PageSizes
+from attnplug.declare.capabilities import PageSizes
 from attnplug.declare.errors import AttnplugError, Refusal, RefusalCode, Render, Setting, UsageError
 from attnplug.declare.options import parse_options
 from attnplug.declare.problem import DEFAULT_PAGE_SIZE, GraphLevel, Problem, Role, sorted_levels

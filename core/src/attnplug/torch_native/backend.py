@@ -20,13 +20,12 @@ from attnplug.contract.backend import ForwardExtras
 from attnplug.contract.batch import Plan
 from attnplug.contract.context import BackendContext
 from attnplug.contract.geometry import Geometry
-from attnplug.contract.ragged import RaggedCall
+from attnplug.contract.inputs import RaggedCall
 from attnplug.declare.errors import PoolError
 from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import DType
 from attnplug.machine.hardware import IS_ARM
-from attnplug.torch_native.attention import Softmax, attend, decode
-from attnplug.torch_native.fixed_tiles import RowTiles, attend_tiles
+from attnplug.torch_native.attention import RowTiles, Softmax, attend, attend_tiles, decode
 from attnplug.torch_native.planner import Extent, Group, padding_bias, plan_groups
 
 # All pages between the batch's first and last one are computed, and results of foreign pages are dropped. A gather is
