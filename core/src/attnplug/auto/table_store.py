@@ -143,7 +143,15 @@ class MeasuredTable:
             wrong = "rows, and says that the backend failed; keep one" if rows else "no rows"
             raise PluginError(f"the table of {self.title} has {wrong}")
         object.__setattr__(self, "rows", rows)
-        object.__setattr__(self, "versions", _versions(self.title, self.versions))
+        given = self.versions
+        if (
+            not isinstance(given, Mapping)
+            or not given
+            or not all(isinstance(t, str) for two in given.items() for t in two)
+        ):
+            problem = f"versions={given!r}; say what was measured: {{'torch': '2.11.0'}}"
+            raise PluginError(f"the table of {self.title} has {problem}")
+        object.__setattr__(self, "versions", dict(given))
 
     @property
     def title(self) -> str:
@@ -154,7 +162,8 @@ class MeasuredTable:
 def _rows(title: str, rows: Iterable[object]) -> Iterable[Measurement]:
     shapes = set()
     for row in rows:
-        if not isinstance(row, tuple | list) or len(row) != 7 or not all(map(_is_positive, (*row[:3], *row[4:]))):
+        numbers = (*row[:3], *row[4:]) if isinstance(row, tuple | list) and len(row) == 7 else ()
+        if not numbers or not all(type(number) in (int, float) and 0 < number < _MOST for number in numbers):
             names = "(requests, length, tokens, ragged, microseconds, low, high)"
             problem = f"write {names}, all numbers above 0 and below {_MOST}"
         elif not all(type(count) is int for count in row[:3]):
@@ -170,16 +179,6 @@ def _rows(title: str, rows: Iterable[object]) -> Iterable[Measurement]:
             yield Measurement(*row[:4], *map(float, row[4:]))
             continue
         raise PluginError(f"the table of {title} has row {row!r}; {problem}")
-
-
-def _is_positive(value: object) -> bool:
-    return type(value) in (int, float) and 0 < value < _MOST  # type: ignore[operator] # a number
-
-
-def _versions(title: str, versions: object) -> Mapping[str, str]:
-    if isinstance(versions, Mapping) and versions and all(isinstance(t, str) for two in versions.items() for t in two):
-        return dict(versions)
-    raise PluginError(f"the table of {title} has versions={versions!r}; say what was measured: {{'torch': '2.11.0'}}")
 
 
 CACHE_VARIABLE = "ATTNPLUG_CACHE_DIR"

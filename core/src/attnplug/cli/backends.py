@@ -95,7 +95,9 @@ def describe(can: Capabilities) -> str:
     """Return a one-line summary of a backend's capabilities."""
     devices = "/".join(sorted(can.devices or ["any device"]))
     parts = ["/".join(sorted(can.kinds)), "for " + "/".join(sorted(can.roles)), f"on {devices}"]
-    parts += [*_sms(can.min_sm, can.max_sm), *(f"{device} {needed}" for device, needed in can.architectures.items())]
+    if (low := can.min_sm) is not None or can.max_sm is not None:
+        parts.append(f"SM {low}" if low == can.max_sm else f"SM {low or ''}–{can.max_sm or ''}")
+    parts += [f"{device} {needed}" for device, needed in can.architectures.items()]
     parts.append("/".join(sorted(can.dtypes)))
     if can.kv_dtypes != can.dtypes:
         parts.append("KV " + ("in any format" if can.kv_dtypes is None else "/".join(sorted(can.kv_dtypes))))
@@ -104,9 +106,3 @@ def describe(can: Capabilities) -> str:
         parts.append(f"graphs {can.cuda_graph.name.lower()}")
     parts += sorted(can.features) + ["trees"] * can.trees
     return ", ".join(parts)
-
-
-def _sms(low: int | None, high: int | None) -> list[str]:
-    if low is None and high is None:
-        return []
-    return [f"SM {low}" if low == high else f"SM {low or ''}–{high or ''}"]

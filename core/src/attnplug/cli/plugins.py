@@ -40,7 +40,13 @@ def run(parsed: argparse.Namespace) -> int:
     items += [*_commands(), *_hosts(), *_other(registry)]
     items.sort(key=lambda item: (not item.source.embedded, str(item.source), item.kind, item.name))
     if parsed.json:
-        output.write_json({"installed": _by_package(items)})
+        found = []
+        for (name, version), provided in groupby(
+            items, key=lambda each: (each.source.distribution, each.source.version)
+        ):
+            brings = [{"kind": i.kind, "name": i.name, "status": i.status, "text": i.text} for i in provided]
+            found.append({"distribution": name, "version": version, "brings": brings})
+        output.write_json({"installed": found})
     else:
         cells = [(str(item.source), f"{item.kind} {item.name}", item.text) for item in items]
         print(table(("installed", "brings", "status"), cells))
@@ -78,11 +84,3 @@ def _other(registry: Registry) -> Iterator[Item]:
     for kind, name, source in (*formats, *kinds, *tables, *models, *devices):
         if not source.embedded:
             yield Item(source, kind, name, "installed", "installed")
-
-
-def _by_package(items: list[Item]) -> list[dict[str, object]]:
-    found = []
-    for (name, version), provided in groupby(items, key=lambda item: (item.source.distribution, item.source.version)):
-        brings = [{"kind": each.kind, "name": each.name, "status": each.status, "text": each.text} for each in provided]
-        found.append({"distribution": name, "version": version, "brings": brings})
-    return found

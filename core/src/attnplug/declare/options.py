@@ -88,19 +88,13 @@ def split_settings(settings: Iterable[str]) -> dict[str, dict[str, str]]:
 
 def describe_options(options: type[Any]) -> str:
     """Return one line per option: name, type and default."""
-    hints, defaults = get_type_hints(options), options()
-    return "\n".join(
-        f"  {field.name}: {_type_name(hints[field.name])} = {_written(getattr(defaults, field.name))}"
-        for field in dataclasses.fields(options)
-        if field.init
-    )
-
-
-def _written(value: object) -> str:
-    """Return a value as a user would type it."""
-    if isinstance(value, Enum):
-        return str(value.value)
-    return str(value).lower() if value is None or isinstance(value, bool) else repr(value)
+    hints, defaults, lines = get_type_hints(options), options(), []
+    for field in dataclasses.fields(options):
+        value = getattr(defaults, field.name)
+        typed = str(value).lower() if value is None or isinstance(value, bool) else repr(value)  # as a user types it
+        shown = str(value.value) if isinstance(value, Enum) else typed
+        lines += [f"  {field.name}: {_type_name(hints[field.name])} = {shown}"] if field.init else []
+    return "\n".join(lines)
 
 
 def _arms(hint: Any) -> tuple[Any, ...]:

@@ -216,12 +216,12 @@ def choose_importable(
 
     For hosts that load weights before they build backends: a failing import is reported before weights are loaded.
     """
-    return build_chosen(registry, request, problem, _import_chosen, ranking=ranking)[0]
 
+    def import_chosen(selection: Selection) -> None:
+        for registered, _ in selection.uses().values():
+            import_factory(registered)
 
-def _import_chosen(selection: Selection) -> None:
-    for registered, _ in selection.uses().values():
-        import_factory(registered)
+    return build_chosen(registry, request, problem, import_chosen, ranking=ranking)[0]
 
 
 def build_selection(selection: Selection, context: HostContext) -> AttentionBackend:

@@ -125,7 +125,11 @@ class _Chooser:
             ranked_as = role if self._paired_role(role) is None else Role.DECODE  # one ranking for both roles
             failing = self.ranking.failures(usable, ranked_as, self.problem)
             if others := [backend for backend in usable if backend.spec.name not in failing]:
-                usable, candidates = others, tuple(_with_failure(candidate, failing) for candidate in candidates)
+                found = ((c, failing.get(c.backend.spec.name)) for c in candidates)
+                usable, candidates = (
+                    others,
+                    tuple(c if f is None else replace(c, refusals=(*c.refusals, f)) for c, f in found),
+                )
             able = self._capturable(usable, ranked_as) or usable
             ranked = self.ranking.rank(able, ranked_as, self.problem)
             chosen, why = ranked.backends[0], ranked.why
@@ -192,11 +196,6 @@ class _Chooser:
         yield Refusal(RefusalCode.INVARIANCE, message, levels, setting=self.request.setting_for(other))
 
 
-def _with_failure(candidate: Candidate, failing: Mapping[str, Refusal]) -> Candidate:
-    found = failing.get(candidate.backend.spec.name)
-    return candidate if found is None else replace(candidate, refusals=(*candidate.refusals, found))
-
-
 def _why_unneeded(role: Role, problem: Problem) -> str:
     if role is Role.DECODE and problem.is_embedding:
         return "an embedding decodes nothing"
@@ -252,7 +251,9 @@ def _raise_if_options_unused(registry: Registry, request: BackendRequest, choice
             remedy = ": " + "; ".join(refusal.message for refusal in refusals)
             also = [refusal.setting for refusal in refusals if refusal.setting is not None]
         else:
-            also = [_setting_of(backend)]
+            roles = backend.spec.capabilities.roles  # the setting for all of them, or for the first one
+            both = {Role.PREFILL, Role.DECODE} <= roles
+            also = [Setting.ATTENTION_BACKEND if both else min(roles, key=list(Role).index).setting]
             remedy = f"; ask for it with `{also[0]}` {name}"
         raise UsageError(
             f"`{given}` is given, but {name} is not chosen for any role (chosen: {', '.join(sorted(chosen)) or 'none'})"
@@ -268,10 +269,3 @@ def _own_refusals(backend: Registered, choices: Mapping[Role, RoleChoice]) -> li
         if not candidate.is_unrelated:
             return list(candidate.refusals)
     return []
-
-
-def _setting_of(backend: Registered) -> Setting:
-    """Return the setting that requests a backend for all of its roles, or for the first one."""
-    roles = backend.spec.capabilities.roles
-    both = {Role.PREFILL, Role.DECODE} <= roles
-    return Setting.ATTENTION_BACKEND if both else min(roles, key=list(Role).index).setting

@@ -149,8 +149,9 @@ class TorchNativeBackend(PlannedAttention):
             return tiled.to(q.dtype)
         groups, lse = work.groups, extras.lse
         if self._in_place and lse is None and q.dtype is torch.float32 and layer.layer_id in self._plain:
-            if work.pages is not None:
-                return self._attend_in_place(q, layer, work.pages)
+            if work.pages is not None and self._mha is not None:
+                pages = self._mha.keys(layer.layer_id), self._mha.values(layer.layer_id)
+                return work.pages.attend(q, *pages, *self._mha.read(layer.layer_id, work.pages.tails), layer.scale)
             first = groups[0]
             if first.rows is None and first.extent.shared_mask:  # the one group of a decode
                 return decode(q, *self._read(layer, first), first.extent.bias, layer.scale)
@@ -208,12 +209,6 @@ class TorchNativeBackend(PlannedAttention):
                 lse[own_q] = sums[0]
             query, row = query + queries, row + rows
         return out
-
-    def _attend_in_place(self, q: Tensor, layer: LayerSpec, pages: PagesInPlace) -> Tensor:
-        pool, layer_id = self._mha, layer.layer_id
-        assert pool is not None
-        tails = pool.read(layer_id, pages.tails)
-        return pages.attend(q, pool.keys(layer_id), pool.values(layer_id), *tails, layer.scale)
 
     def _read(self, layer: LayerSpec, group: Group) -> tuple[Tensor, Tensor]:
         """Read keys ``[requests, keys, kv_heads, dim]`` and values of a group's requests."""

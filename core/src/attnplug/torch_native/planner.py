@@ -171,7 +171,10 @@ def _cached_reads(
     parts = [slice(*ends) for ends in pairwise([*starts, len(lens)])]
     groups = []
     for part in parts:
-        extent = _decode_extent(lens[part])
+        offsets = np.array(lens[part]) - 1
+        smallest, largest = int(offsets.min()), int(offsets.max())
+        bias = None if smallest == largest else padding_bias(offsets, largest + 1)
+        extent = Extent(torch.from_numpy(offsets), 1, largest + 1, smallest, largest, bias)
         rows: Tensor | slice | None = None if len(parts) == 1 else part
         if first_rows is not None:
             rows = torch.tensor([first_rows[request] for request in requests[part]])
@@ -187,12 +190,6 @@ def _run(slots: Tensor) -> slice | None:
     places = slots[0].numpy()
     first = int(places[0])
     return slice(first, first + len(places)) if first >= 0 and (np.diff(places) == 1).all() else None
-
-
-def _decode_extent(lens: list[int]) -> Extent:
-    offsets, smallest, largest = np.array(lens) - 1, min(lens) - 1, max(lens) - 1
-    bias = None if smallest == largest else padding_bias(offsets, largest + 1)
-    return Extent(torch.from_numpy(offsets), 1, largest + 1, smallest, largest, bias)
 
 
 def padding_bias(last: np.ndarray, keys: int) -> Tensor:
