@@ -51,7 +51,7 @@ def generating(models: dict[str, list[str]]) -> dict[str, list[str]]:
 
 SCRIPT = """
 import contextlib, io, json, sys
-from attnplug.cli.main import main
+from attnplug.cli.app import main
 
 def run(arguments):
     out, err = io.StringIO(), io.StringIO()

@@ -123,7 +123,7 @@ USURPER = TinyPlugin("usurper", "6.6.7", "usurper", _SPEC + _HOOK.format(spec="s
 _RUN_AND_NAME_MODULES = """
 import atexit, runpy, sys
 atexit.register(lambda: print("imported:", *{name.partition(".")[0] for name in sys.modules}, file=sys.stderr))
-from attnplug.cli.main import main
+from attnplug.cli.app import main
 main()
 """
 

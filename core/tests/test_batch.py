@@ -373,4 +373,4 @@ class TestRepeatedChecks:
 
     def test_a_check_is_no_part_of_the_representation(self):
         """Values alone: the plan would be shown twice."""
-        assert "_checked" not in repr(self.batch)
+        assert "checked" not in repr(self.batch)

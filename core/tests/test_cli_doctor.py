@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from attnplug.cli import doctor
-from attnplug.cli.main import main
+from attnplug.cli.app import main
 from attnplug.declare.version import CONTRACT_VERSION
 
 Report = Callable[[], dict[str, dict[str, str]]]

@@ -129,8 +129,13 @@ class PlannedBackend(ABC):
         for name in {name for base in type(self).__mro__ for name in getattr(base, "__abstractmethods__", ())}:
             if not callable(method := getattr(self, name)):
                 raise BackendError(f"{name} of backend {context.name} is {method!r}, which cannot be called")
-        if self.claims.cuda_graph is not GraphLevel.NEVER:
-            self._check_graph_methods()
+        own = {"capture": "capture(geometry, memory)", "refill": "refill(plan, geometry)"}
+        missing = [shown for name, shown in own.items() if getattr(type(self), name) is getattr(PlannedBackend, name)]
+        if missing and self.claims.cuda_graph is not GraphLevel.NEVER:
+            raise BackendError(
+                f"backend {self.backend_id.name} claims cuda_graph {self.claims.cuda_graph.name}, but defines no "
+                f"{' and no '.join(missing)}; define it, or claim GraphLevel.NEVER"
+            )
 
     @abstractmethod
     def plan(self, geometry: Geometry) -> Plan:
@@ -172,15 +177,6 @@ class PlannedBackend(ABC):
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of padded requests: 0, so nothing is read or written for them."""
         return 0
-
-    def _check_graph_methods(self) -> None:
-        own = {"capture": "capture(geometry, memory)", "refill": "refill(plan, geometry)"}
-        missing = [shown for name, shown in own.items() if getattr(type(self), name) is getattr(PlannedBackend, name)]
-        if missing:
-            raise BackendError(
-                f"backend {self.backend_id.name} claims cuda_graph {self.claims.cuda_graph.name}, but defines no "
-                f"{' and no '.join(missing)}; define it, or claim GraphLevel.NEVER"
-            )
 
     def check_geometry(self, geometry: Geometry) -> None:
         """Raise PlanError for a batch with another page size, an unknown lane, or unsupported trees."""

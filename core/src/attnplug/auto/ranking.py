@@ -123,7 +123,12 @@ class Ranking:
         if not names or len(usable) == 1 or (others and not beside_others):
             return Ranked(preferred, _why_preferred(*preferred))
         points = _served({point for of_backend in times.values() for point in of_backend}, role, problem)
-        slowness = _slowness({name: filled(of_backend, points) for name, of_backend in times.items()}, points)
+        at_points = {name: filled(of_backend, points) for name, of_backend in times.items()}
+        best = {point: min(of_backend[point] for of_backend in at_points.values()) for point in points}
+        slowness = {
+            name: [of_backend[p] / best[p] if math.isfinite(of_backend[p]) else NOT_MEASURED for p in points]
+            for name, of_backend in at_points.items()
+        }
         score = {name: math.fsum(map(math.log, slow)) / len(points) for name, slow in slowness.items()}
         by_name = {backend.spec.name: backend for backend in usable}
         order = sorted(names, key=lambda name: (score[name], name))
@@ -235,15 +240,6 @@ def _model_times(name: str, fits: Iterable[_Fit]) -> dict[BatchPoint, float]:
     parts = [(count, filled(times, points)) for count, times in rows]
     sums = {point: sum(count * times[point] for count, times in parts) / layers for point in points}
     return {point: time for point, time in sums.items() if math.isfinite(time)}
-
-
-def _slowness(times: Times, points: Sequence[BatchPoint]) -> dict[str, list[float]]:
-    """Time of each backend divided by the best time, point by point."""
-    best = {point: min(of_backend[point] for of_backend in times.values()) for point in points}
-    return {
-        name: [of_backend[p] / best[p] if math.isfinite(of_backend[p]) else NOT_MEASURED for p in points]
-        for name, of_backend in times.items()
-    }
 
 
 def _sharing(slowness: Mapping[str, Sequence[float]], order: Sequence[str]) -> tuple[str, ...]:

@@ -1,4 +1,7 @@
-"""Subcommands and their options. Each command's implementation is in its own module, imported when it runs.
+"""The command ``attnplug``: its entry point, and subcommands with their options.
+
+Each command's implementation is in its own module, imported when it runs. Exit codes: 0 success, 1 refusal or failed
+check, 2 usage error.
 
 Commands of other packages are found by entry points. A broken one is an error only for its own users. Uses argparse
 instead of a friendlier library: ``attnplug backends`` must answer within 0.3 s with 50 plugins installed, and importing
@@ -9,18 +12,21 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import faulthandler
+import os
 import sys
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from importlib import import_module
 
 from importlib_metadata import EntryPoint
 
 from attnplug.cli import output
 from attnplug.cli.output import shown_as_lines
-from attnplug.declare.errors import PluginError, Refusal, Render, UsageError
+from attnplug.declare.errors import AttnplugError, PluginError, Refusal, Render, UsageError, describe_error
 from attnplug.declare.problem import INVARIANCE, ExtendPath, Role
 from attnplug.declare.spec import Source
+from attnplug.machine import interrupt
 from attnplug.registry.loading import Broken, attributed, find_entry_points, load_entry_point
 
 EPILOG = "Exit codes: 0 success, 1 a refusal or a failed check, 2 a usage error."
@@ -153,7 +159,8 @@ def make_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version of attnplug and of its contract")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for own, (text, add_options) in OWN.items():
-        declared = add_command(commands, own, text, partial(_run_module, own))
+        module = f"attnplug.cli.{own}"
+        declared = add_command(commands, own, text, lambda parsed, module=module: import_module(module).run(parsed))
         if add_options is not None:
             add_options(declared)
     name = next((argument for argument in arguments if not argument.startswith("-")), None)
@@ -162,10 +169,6 @@ def make_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     elif name is not None and name not in OWN:
         _add_named(commands, name)
     return parser
-
-
-def _run_module(name: str, parsed: argparse.Namespace) -> int:
-    return int(import_module(f"attnplug.cli.{name}").run(parsed))
 
 
 def add_command(
@@ -268,3 +271,67 @@ OWN: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None] | None]] = {
     "completion": ("Print a completion script for a shell.", _completion_options),
 }
 """Core's own commands: the help text, and a function that adds options. Module ``NAME`` has ``run(parsed)``."""
+
+
+def main() -> None:
+    """Run the command. A user's mistake ends in one message on standard error, without a traceback."""
+    render: Render = option
+    if not faulthandler.is_enabled():
+        faulthandler.enable(2)  # the stack of a crash names the plugin that was loading; see load_entry_point
+    try:
+        with output.safe_streams():
+            parsed = parse()
+            render = parsed.render
+            sys.exit(_run(parsed))
+    except AttnplugError as error:
+        print(f"error: {error.format(render)}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt as error:  # its text may name the plugin that was loading
+        print(f"interrupted {error}".rstrip(), file=sys.stderr)
+        sys.exit(interrupt.EXIT_CODE)
+    except BrokenPipeError:  # the reader closed the pipe, as in 'attnplug backends | head -1'
+        _discard_output()
+        sys.exit(1)
+    except OSError as error:
+        if error.errno is None or error.filename is not None:  # unrelated to our output
+            raise
+        _discard_output()
+        print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    """Run the command. An error in a plugin's code names the plugin; one in our code keeps its traceback."""
+    try:
+        return run(parsed)
+    except (AttnplugError, KeyboardInterrupt, interrupt.Terminated):
+        raise
+    except BaseException as error:
+        if (fault := _plugin_fault(error)) is None:
+            raise
+        raise fault from error
+
+
+def _discard_output() -> None:
+    """Redirect standard output to null, because Python flushes it again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _plugin_fault(error: BaseException) -> PluginError | None:
+    """Return a PluginError that names the plugin whose code raised ``error``, or None if none did."""
+    packages = {package: Source.of(point) for point in find_entry_points()[0] for package in _packages(point)}
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        source = packages.get(str(frame.f_globals.get("__name__")).partition(".")[0])
+        if source is not None and not source.embedded:
+            place = f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_name}"
+            return PluginError(f"plugin {source.entry_point} ({source}) failed at {place}: {describe_error(error)}")
+    return None
+
+
+def _packages(point: EntryPoint) -> set[str]:
+    """Return the top-level packages and modules of a plugin's target and of its distribution."""
+    try:
+        files = point.dist.files or [] if point.dist is not None else []
+        return {point.module.partition(".")[0], *(file.parts[0].removesuffix(".py") for file in files)}
+    except Exception:  # a damaged installation
+        return set()

@@ -182,17 +182,8 @@ class BatchPlan:
     halves: tuple[ForwardBatch, ...] = ()
     """Decoding and extending requests of a mixed batch, in this order, if MLA layers run them apart. Both are planned;
     ``attention`` has their plans as parts."""
-
-
-@dataclass(slots=True, eq=False)
-class _CheckedPlans:
-    """Successful checks of one batch plan with one geometry; both are compared by identity."""
-
-    plan: BatchPlan
-    geometry: Geometry
-    decode: bool
-    found: dict[BackendId, tuple[int, Plan]] = field(default_factory=dict)
-    """Number of query rows and plan of each planner."""
+    checked: dict[BackendId, tuple[Geometry, bool, int, Plan]] = field(default_factory=dict, repr=False)
+    """Successful checks of :meth:`ForwardBatch.plan_for`: geometry, True for a decode, query rows and plan."""
 
 
 @dataclass(slots=True, eq=False)
@@ -218,8 +209,6 @@ class ForwardBatch:
     plan_record: PlanRecord | None = split_by("reset", default=None)
     passed_on: object = split_by("reset", default=None)
     """Result that a layer leaves for later layers of the same forward pass, such as a selection of rows."""
-    _checked: _CheckedPlans | None = split_by("reset", default=None, repr=False)
-    """Results of :meth:`plan_for`, which runs at every layer."""
 
     @property
     def forward_mode(self) -> ForwardMode:
@@ -259,20 +248,12 @@ class ForwardBatch:
         result is remembered by planner, so a plan is checked once per batch and not in every layer. It is checked
         again after ``plan`` or ``geometry`` was replaced, and for another number of rows.
         """
-        checked = self._checked
-        if (
-            checked is not None
-            and checked.plan is self.plan
-            and checked.geometry is self.geometry
-            and (decode is None or decode is checked.decode)
-        ):
-            remembered = checked.found.get(planner)
-            if remembered is not None and remembered[0] == rows:
-                return remembered[1]
-        return self._check_and_remember(planner, rows, decode)
-
-    def _check_and_remember(self, planner: BackendId, rows: int, decode: bool | None) -> Plan:
-        plan, geometry, mode = self.plan, self.geometry, self.geometry.mode
+        plan, geometry = self.plan, self.geometry
+        if plan is not None and (checked := plan.checked.get(planner)) is not None:
+            for_geometry, decodes, for_rows, remembered = checked
+            if for_geometry is geometry and for_rows == rows and (decode is None or decode is decodes):
+                return remembered
+        mode = geometry.mode
         if decode is not None and decode is not mode.is_decode and mode is not ForwardMode.IDLE:
             called, right = ("decode", "extend") if decode else ("extend", "decode")
             raise PlanError(
@@ -281,10 +262,7 @@ class ForwardBatch:
             )
         found = self.check_plan(None if plan is None else plan.attention, planner, rows)
         assert plan is not None
-        checked = self._checked
-        if checked is None or checked.plan is not plan or checked.geometry is not geometry:
-            checked = self._checked = _CheckedPlans(plan, geometry, mode.is_decode)
-        checked.found[planner] = rows, found
+        plan.checked[planner] = geometry, mode.is_decode, rows, found
         return found
 
     def check_plan(self, plan: Plan | None, planner: BackendId, rows: int) -> Plan:

@@ -322,7 +322,14 @@ class Capabilities(Claims):
                 yield f"it claims the kinds {_listed(full)} but only the role linear"
             if not full and self.roles - {Role.LINEAR}:
                 yield f"it claims the roles {_listed(self.roles - {Role.LINEAR})} but only linear kinds"
-        yield from self._sm_contradictions()
+        given = {name: sm for name in ("min_sm", "max_sm") if (sm := getattr(self, name)) is not None}
+        if given and self.devices is not None and "cuda" not in self.devices:
+            yield f"it bounds the SM but its devices are {_listed(self.devices)}, without cuda"
+        if len(given) == 2 and given["min_sm"] > given["max_sm"]:
+            yield f"min_sm {self.min_sm} is above max_sm {self.max_sm}"
+        for name, sm in given.items():
+            if sm not in SM_RANGE:
+                yield f"{name} {sm} is not a compute capability; write 9.0 as 90, 10.3 as 103"
         if self.cuda_graph > GraphLevel.NEVER and self.devices == frozenset({"cpu"}):
             yield f"it claims CUDA graphs ({self.cuda_graph.name}) but its devices are cpu"
         if any(size > LARGEST_PAGE for size in self.page_sizes.kernel or ()):
@@ -349,16 +356,6 @@ class Capabilities(Claims):
             yield f"it claims invariance {_listed(self.invariant)} but not run, which every level needs"
         if self.coordinators and Feature.SPARSE not in self.features:
             yield f"it claims the coordinators {_listed(self.coordinators)} but not the feature sparse"
-
-    def _sm_contradictions(self) -> Iterator[str]:
-        given = {name: sm for name in ("min_sm", "max_sm") if (sm := getattr(self, name)) is not None}
-        if given and self.devices is not None and "cuda" not in self.devices:
-            yield f"it bounds the SM but its devices are {_listed(self.devices)}, without cuda"
-        if len(given) == 2 and given["min_sm"] > given["max_sm"]:
-            yield f"min_sm {self.min_sm} is above max_sm {self.max_sm}"
-        for name, sm in given.items():
-            if sm not in SM_RANGE:
-                yield f"{name} {sm} is not a compute capability; write 9.0 as 90, 10.3 as 103"
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -193,10 +193,23 @@ def _environment_refusals(can: Capabilities, problem: Problem, role: Role | None
     devices = can.devices or {problem.device or ""}
     yield from _unsupported(RefusalCode.DEVICE, "device", problem.device, devices, Setting.DEVICE)
     if problem.device in devices:
-        yield from _architecture_refusals(can, problem)
+        # No setting: nobody can change the device.
+        here, on_cuda = problem.device_architecture, problem.device == "cuda"
+        requirement = (can.min_sm, can.max_sm) if on_cuda else can.architectures.get(problem.device or "")
+        try:
+            needed = None if here is None or requirement is None else here.unmet(requirement)
+        except Exception as error:  # of a plugin, which must not affect other candidates (D2)
+            needed = f"{requirement!r}, which {problem.device} cannot compare ({describe_error(error)})"
+        if needed is not None:
+            code, value = (RefusalCode.SM, problem.sm) if on_cuda else (RefusalCode.ARCHITECTURE, str(here))
+            yield Refusal(code, f"requires {needed}; this {'GPU' if on_cuda else 'device'} is {here}", value, needed)
     yield from _unsupported(RefusalCode.DTYPE, "dtype", problem.dtype, can.dtypes, Setting.DTYPE)
-    if problem.kv_dtype is not None:
-        yield from _kv_dtype_refusals(can, problem, problem.kv_dtype)
+    kv_dtype, formats = problem.kv_dtype, can.kv_dtypes or PLAIN_FORMATS
+    yield from _unsupported(RefusalCode.KV_DTYPE, "KV dtype", kv_dtype, can.kv_dtypes, Setting.KV_DTYPE)
+    if can.kv_matches_dtype and problem.dtype in can.dtypes and kv_dtype in formats & PLAIN_FORMATS - {problem.dtype}:
+        message = f"a cache in {kv_dtype} cannot be read with {problem.dtype} queries"
+        allowed = sorted(map(str, formats - PLAIN_FORMATS | {problem.dtype} & formats))
+        yield Refusal(RefusalCode.KV_DTYPE, message, str(kv_dtype), allowed, Setting.KV_DTYPE)
     yield from can.refusals(problem, [role], ["page_sizes"])
     yield from _unsupported(RefusalCode.LAYOUT, "cache layout", problem.layout, can.layouts, Setting.LAYOUT)
     yield from can.refusals(problem, [role], ["needs_cpu_seq_lens", "cuda_graph"])
@@ -209,28 +222,6 @@ def _environment_refusals(can: Capabilities, problem: Problem, role: Role | None
         message = f"{coordinator} keeps latent rows outside the pools; this backend reads only rows inside them"
         yield Refusal(RefusalCode.FEATURE, message, coordinator, setting=Setting.ENABLE_HISPARSE)
     yield from can.refusals(problem, [role], ["trees", "invariant"])
-
-
-def _architecture_refusals(can: Capabilities, problem: Problem) -> Iterator[Refusal]:
-    """Yield the refusal of an architecture. No setting: nobody can change the device."""
-    here, on_cuda = problem.device_architecture, problem.device == "cuda"
-    requirement = (can.min_sm, can.max_sm) if on_cuda else can.architectures.get(problem.device or "")
-    try:
-        needed = None if here is None or requirement is None else here.unmet(requirement)
-    except Exception as error:  # of a plugin, which must not affect other candidates (D2)
-        needed = f"{requirement!r}, which {problem.device} cannot compare ({describe_error(error)})"
-    if needed is not None:
-        code, value = (RefusalCode.SM, problem.sm) if on_cuda else (RefusalCode.ARCHITECTURE, str(here))
-        yield Refusal(code, f"requires {needed}; this {'GPU' if on_cuda else 'device'} is {here}", value, needed)
-
-
-def _kv_dtype_refusals(can: Capabilities, problem: Problem, kv_dtype: str) -> Iterator[Refusal]:
-    yield from _unsupported(RefusalCode.KV_DTYPE, "KV dtype", kv_dtype, can.kv_dtypes, Setting.KV_DTYPE)
-    formats = can.kv_dtypes or PLAIN_FORMATS
-    if can.kv_matches_dtype and problem.dtype in can.dtypes and kv_dtype in formats & PLAIN_FORMATS - {problem.dtype}:
-        message = f"a cache in {kv_dtype} cannot be read with {problem.dtype} queries"
-        allowed = sorted(map(str, formats - PLAIN_FORMATS | {problem.dtype} & formats))
-        yield Refusal(RefusalCode.KV_DTYPE, message, str(kv_dtype), allowed, Setting.KV_DTYPE)
 
 
 def _role_refusals(can: Capabilities, problem: Problem, role: Role) -> Iterator[Refusal]:
@@ -248,7 +239,10 @@ def _role_refusals(can: Capabilities, problem: Problem, role: Role) -> Iterator[
     if can.max_heads is not None and heads > can.max_heads:
         message = f"{heads} heads per rank exceed the maximum of {can.max_heads}"
         yield Refusal(RefusalCode.HEADS, message, heads, can.max_heads, Setting.TENSOR_PARALLEL)
-    if can.layers_alike and (differing := _differing(served, problem.tensor_parallel)):
+    shapes = [_shape(layer, problem.tensor_parallel) for layer in served] if can.layers_alike else []
+    names = dict.fromkeys(name for shape in shapes for name in shape)
+    values = {name: list(dict.fromkeys(shape.get(name) for shape in shapes)) for name in names}
+    if differing := {name: distinct for name, distinct in values.items() if len(distinct) > 1}:
         listed = "; ".join(
             f"{name} {', '.join(f'{value:.4g}' if isinstance(value, float) else str(value) for value in values)}"
             for name, values in differing.items()
@@ -266,14 +260,6 @@ def _shape(layer: LayerSpec, ranks: int) -> dict[str, Any]:
     # A latent row has no heads.
     ignored = ("layer_id", "mla", "linear", "indexer", "compressed", *(["num_kv_heads"] if layer.mla else []))
     return {name: value for name, value in shape.items() if name not in ignored}
-
-
-def _differing(layers: list[LayerSpec], ranks: int) -> dict[str, list[Any]]:
-    """Return the properties in which layers differ, with their values."""
-    shapes = [_shape(layer, ranks) for layer in layers]
-    names = dict.fromkeys(name for shape in shapes for name in shape)
-    values = {name: list(dict.fromkeys(shape.get(name) for shape in shapes)) for name in names}
-    return {name: distinct for name, distinct in values.items() if len(distinct) > 1}
 
 
 def _layer_refusals(can: Capabilities, problem: Problem, role: Role, layer: LayerSpec) -> Iterator[Refusal]:

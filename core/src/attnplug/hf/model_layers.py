@@ -305,34 +305,26 @@ def _compressed_layers(config: Config) -> list[LayerSpec]:
     sliding = LayerSpec(
         0, AttentionKind.MLA, heads, heads, width, width, width**-0.5, sliding_window=window, sinks=True, mla=dims
     )
+    section = config.section("compress_rates")
+    ratios = {}  # tokens per entry; as in transformers, the older key has priority
+    for kind, (older, default) in _RATIOS.items():
+        named = None if section is None else section.optional_integer(kind)
+        ratios[kind] = config.optional_integer(older) or named or default
     known = {
         SLIDING: sliding,
-        SPARSE: replace(sliding, compressed=CompressedDims(_ratio(config, SPARSE), overlap=True), indexer=index),
-        HEAVY: replace(sliding, compressed=CompressedDims(_ratio(config, HEAVY))),
+        SPARSE: replace(sliding, compressed=CompressedDims(ratios[SPARSE], overlap=True), indexer=index),
+        HEAVY: replace(sliding, compressed=CompressedDims(ratios[HEAVY])),
     }
-    types = _types(config)
+    count = config.layer_count()
+    types = [HEAVY if number < 2 or number % 2 == 0 else SPARSE for number in range(count)]
+    for key, by in (("compress_ratios", _BY_RATIO), ("layer_types", _BY_NAME)):
+        # Entries beyond the layer count are multi-token prediction layers, left out.
+        types = config.choices(key, by, count, longer=True) or types
     if set(types) == {SLIDING}:
         raise config.error(
             "makes every layer a sliding one; models without compressed layers are not supported", "layer_types"
         )
     return [known[each] for each in types]
-
-
-def _types(config: Config) -> list[str]:
-    """Return the type of each layer. Entries beyond the layer count are multi-token prediction layers, left out."""
-    count = config.layer_count()
-    for key, known in (("layer_types", _BY_NAME), ("compress_ratios", _BY_RATIO)):
-        if (listed := config.choices(key, known, count, longer=True)) is not None:
-            return listed
-    return [HEAVY if index < 2 or index % 2 == 0 else SPARSE for index in range(count)]
-
-
-def _ratio(config: Config, kind: str) -> int:
-    """Return the number of tokens per entry. As in transformers, the older key has priority."""
-    older, default = _RATIOS[kind]
-    section = config.section("compress_rates")
-    named = None if section is None else section.optional_integer(kind)
-    return config.optional_integer(older) or named or default
 
 
 READERS: Mapping[str, Reader] = {

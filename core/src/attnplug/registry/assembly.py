@@ -36,8 +36,8 @@ from attnplug.declare.model import AttentionKind, Feature
 from attnplug.declare.problem import DType, ExtendPath, GraphLevel, Problem, Role
 from attnplug.declare.spec import Registered
 from attnplug.machine.runtime import runtime_of
-from attnplug.registry.isolation import BuildError, attributed_to
 from attnplug.registry.kernel_builds import build_kernels
+from attnplug.registry.loading import BuildError, attributed_to
 from attnplug.registry.registry import Registry
 from attnplug.registry.select import select
 from attnplug.registry.selection import AUTO, BackendRequest, Selection

@@ -1,5 +1,7 @@
 """Hook specifications, and the discovery and loading of plugins, each isolated from the others (D2).
 
+Errors in code of other packages name the package at fault.
+
 Each hook is called once per plugin, when the plugin is loaded. A plugin implements the ones it needs. The module that
 implements them must import neither torch nor a kernel library, because ``attnplug backends`` loads every plugin. An
 invalid result is reported with the plugin's distribution, and the whole plugin is left out. Example::
@@ -15,31 +17,168 @@ default, all silently. Here each of these is an error, reported with the plugin'
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # 'signal' would take 2 ms to import
 import contextlib
 import difflib
 import inspect
+import io
 import json
+import os
 import re
 import reprlib
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import CellType, FunctionType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import importlib_metadata as metadata
 import pluggy
 from importlib_metadata import EntryPoint
 
 from attnplug.declare.device import DeviceSpec
-from attnplug.declare.errors import PluginError, describe_error
+from attnplug.declare.errors import AttnplugError, BackendError, PluginError, describe_error
 from attnplug.declare.installed import requirement_refusal
 from attnplug.declare.kv_format import KVFormat, WorkspaceKind
-from attnplug.declare.spec import BackendSpec, Source, distribution_identity
+from attnplug.declare.spec import BackendSpec, Registered, Source, distribution_identity
 from attnplug.declare.version import CONTRACT_VERSION
-from attnplug.registry.isolation import guarded
+
+
+@contextlib.contextmanager
+def guarded() -> Iterator[None]:
+    """Isolate the process from code of other packages. Exceptions propagate.
+
+    - Output to stdout goes to stderr.
+    - ``os._exit`` raises SystemExit. It would end the process without a word about the package that called it.
+    - Entries removed from the import system are restored and reported by a PluginError, because otherwise nothing could
+      be imported afterwards. Added entries stay, because a plugin's backend may need them later.
+    - Closed standard streams, removed environment variables, warning filters, the current directory and handlers of
+      SIGINT and SIGTERM are restored silently.
+    """
+    lists: dict[str, list[Any]] = {name: getattr(sys, name) for name in ("path", "meta_path", "path_hooks")}
+    entries = {name: list(found) for name, found in lists.items()}
+    raised: BaseException | None = None
+    try:
+        with _same_streams(), _same_settings(), warnings.catch_warnings(), _no_exit():
+            yield
+    except BaseException as error:
+        raised = error
+    removed = []
+    for name, before in entries.items():
+        now = getattr(sys, name, None)
+        if not isinstance(now, list) or any(entry not in now for entry in before):
+            lists[name][:] = before
+            setattr(sys, name, lists[name])
+            removed.append(f"sys.{name}")
+    if removed and not isinstance(raised, KeyboardInterrupt):
+        then = "" if raised is None else f"; then: {describe_error(raised)}"
+        raise PluginError(f"it removed entries from {' and '.join(removed)}, which were restored{then}") from raised
+    if raised is not None:
+        raise raised
+
+
+class _Unclosable:
+    """A stream that other packages can use, but not close."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def close(self) -> None: ...
+
+
+@contextlib.contextmanager
+def _same_streams() -> Iterator[None]:
+    """Redirect stdout to stderr. Reopen standard streams and their file descriptors if they are closed inside."""
+    found = enumerate((sys.__stdin__, sys.__stdout__, sys.__stderr__))
+    streams = {fd: stream for fd, stream in found if isinstance(stream, io.TextIOWrapper)}
+    settings = {fd: (one.encoding, one.errors, None, one.line_buffering) for fd, one in streams.items()}
+    copies: dict[int, int] = {}
+    for fd in range(3):
+        with contextlib.suppress(OSError):  # closed already
+            copies[fd] = os.dup(fd)
+    errors: Any = _Unclosable(sys.stderr)
+    try:
+        with contextlib.redirect_stdout(errors), contextlib.redirect_stderr(errors):
+            yield
+    finally:
+        for fd, copy in copies.items():
+            with contextlib.suppress(OSError):  # the copy has been closed, too
+                os.dup2(copy, fd)
+                os.close(copy)
+        for fd, stream in streams.items():
+            try:
+                stream.writable()
+            except ValueError:  # closed or detached; initialized in place, because others refer to the object
+                file = open(fd, "wb" if fd else "rb", closefd=False)  # noqa: SIM115 - open as long as the process runs
+                stream.__init__(file, *settings[fd])  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def _same_settings() -> Iterator[None]:
+    """Restore removed variables, the current directory and signal handlers."""
+    variables = os.environ._data.copy()  # type: ignore[attr-defined]  # encoded; decoding them all would take 60 µs
+    handlers = {number: _signal.getsignal(number) for number in (_signal.SIGINT, _signal.SIGTERM)}
+    with contextlib.ExitStack() as undo:
+        with contextlib.suppress(OSError):  # deleted
+            undo.callback(os.chdir, os.getcwd())
+        try:
+            yield
+        finally:
+            for name in variables.keys() - os.environ._data.keys():  # type: ignore[attr-defined]
+                os.environ[os.fsdecode(name)] = os.fsdecode(variables[name])
+            for number, handler in handlers.items():
+                if handler is not None and _signal.getsignal(number) is not handler:
+                    with contextlib.suppress(ValueError):  # not the main thread
+                        _signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _no_exit() -> Iterator[None]:
+    """Let ``os._exit`` raise SystemExit inside. A forked child process exits as it asks to."""
+    end, processes = os._exit, {os.getpid()}
+
+    def raise_exit(status: int) -> NoReturn:
+        if os.getpid() in processes:
+            raise SystemExit(f"os._exit({status})")
+        end(status)
+
+    os._exit = raise_exit
+    try:
+        yield
+    finally:
+        processes.clear()  # a package that kept the function can exit later
+        os._exit = end
+
+
+class BuildError(BackendError):
+    """A selected backend could not be built. ``backend`` is its registration, with the plugin's distribution."""
+
+    def __init__(self, backend: Registered, error: AttnplugError) -> None:
+        super().__init__(f"backend {backend.spec.name} ({backend.source}): {error.message}", settings=error.settings)
+        self.backend = backend
+        self.exit_code = error.exit_code  # that of a UsageError if the backend refuses its options
+
+
+@contextlib.contextmanager
+def attributed_to(backend: Registered, failure: str) -> Iterator[None]:
+    """Raise any exception of a plugin's code as a BuildError. Kernel libraries do anything."""
+    try:
+        with guarded():
+            yield
+    except (BuildError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        if not isinstance(error, AttnplugError) or isinstance(error, PluginError):  # which do not know the backend
+            raise BuildError(backend, BackendError(f"{failure}: {describe_error(error)}")) from error
+        raise BuildError(backend, error) from error
+
 
 PROJECT = "attnplug"
 

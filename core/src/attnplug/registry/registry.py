@@ -183,7 +183,14 @@ def load_registry(
         strict=(environment.get(STRICT_VARIABLE) or "").strip().lower() not in ("", "0", "false", "no", "off"),
     )
     if registry.strict:
-        _raise_if_broken(registry)
+        faults = [str(fault) for fault in registry.broken]
+        faults += [f"{ALLOW_VARIABLE} lists {name!r}, which matches no installed plugin" for name in unmatched]
+        faults += [
+            f"{name} ({backend.source}): {missing}"
+            for name, backend in registry.backends.items()
+            if (missing := factory_refusal(backend.spec.factory)) is not None
+        ]
+        _raise_faults(faults)
     return registry
 
 
@@ -204,17 +211,6 @@ def _apply_allow_list(
     blocked = [source for source, own in names.items() if not source.embedded and own.isdisjoint(wanted)]
     unmatched = sorted(text for name, text in wanted.items() if name not in set().union(*names.values()))
     return [plugin for plugin in plugins if plugin[1] not in blocked], blocked, tuple(unmatched)
-
-
-def _raise_if_broken(registry: Registry) -> None:
-    faults = [str(broken) for broken in registry.broken]
-    faults += [f"{ALLOW_VARIABLE} lists {name!r}, which matches no installed plugin" for name in registry.unmatched]
-    faults += [
-        f"{name} ({backend.source}): {missing}"
-        for name, backend in registry.backends.items()
-        if (missing := factory_refusal(backend.spec.factory)) is not None
-    ]
-    _raise_faults(faults)
 
 
 def _raise_faults(faults: Collection[str]) -> None:

@@ -73,7 +73,10 @@ def explain(
     multiple = math.lcm(problem.model.page_multiple, 1 if format is None else format.page_multiple)
     chosen = [choice.chosen for choice in choices.values() if choice.chosen is not None]
     page_size = _page_size(problem, chosen, multiple)
-    choices = {role: _with_page_size(choice, page_size) for role, choice in choices.items()}
+    for role, choice in choices.items():
+        if choice.schedule is not None and page_size is not None:
+            able = [b for b in choice.serving if b.spec.capabilities.page_sizes.kernel_size(page_size) is not None]
+            choices[role] = _restricted(choice, able, f"pages of {page_size}")
     _raise_if_options_unused(registry, request, choices)
     names = {backend.spec.name for choice in choices.values() for backend in choice.serving}
     options = {name: given.get(name, _parsed(registry, name, {})) for name in sorted(names)}
@@ -130,7 +133,10 @@ class _Chooser:
                     others,
                     tuple(c if f is None else replace(c, refusals=(*c.refusals, f)) for c, f in found),
                 )
-            able = self._capturable(usable, ranked_as) or usable
+            able = usable
+            if self.problem.wants_graphs and self.problem.device != "cpu" and ranked_as in _CAPTURED:
+                # A higher level would be a requirement, which all usable ones meet.
+                able = self._able(usable, ranked_as, GraphLevel.DECODE) or usable
             ranked = self.ranking.rank(able, ranked_as, self.problem)
             chosen, why = ranked.backends[0], ranked.why
             schedule = None if self.problem.invariant else ranked.schedule
@@ -143,14 +149,6 @@ class _Chooser:
                 why += f"; but {failing[chosen.spec.name].message}"
         setting = self.request.setting_for(role)
         return self._with_captured_verify(RoleChoice(role, requested, setting, chosen, candidates, why, schedule))
-
-    def _capturable(self, usable: list[Registered], role: Role) -> list[Registered]:
-        """Return the usable backends that can be captured, or all of them if the host does not want graphs."""
-        problem = self.problem
-        if not problem.wants_graphs or problem.device == "cpu" or role not in _CAPTURED:
-            return usable
-        # A higher level would be a requirement, which all usable ones meet.
-        return self._able(usable, role, GraphLevel.DECODE)
 
     def _able(self, backends: Sequence[Registered], role: Role, level: GraphLevel) -> list[Registered]:
         captured = replace(self.problem, cuda_graph=level)
@@ -215,14 +213,6 @@ def _page_size(problem: Problem, chosen: list[Registered], multiple: int) -> int
         return default
     assert common.kernel is not None
     return math.lcm(min(common.kernel), multiple)
-
-
-def _with_page_size(choice: RoleChoice, page_size: int | None) -> RoleChoice:
-    """Drop backends from the schedule that do not support the page size of the chosen backends."""
-    if choice.schedule is None or page_size is None:
-        return choice
-    able = [b for b in choice.serving if b.spec.capabilities.page_sizes.kernel_size(page_size) is not None]
-    return _restricted(choice, able, f"pages of {page_size}")
 
 
 def _restricted(choice: RoleChoice, able: list[Registered], need: str) -> RoleChoice:
