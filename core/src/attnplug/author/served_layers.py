@@ -45,24 +45,19 @@ class ServedLayers:
             raise BackendError(f"layer {layer.layer_id}: q has shape {tuple(q.shape)}; give [rows, heads, width]")
         rows, heads, width = q.shape
         if q_rope is not None:
-            width = self._joined_width(layer, q, q_rope)
+            rank, rope = (0, 0) if layer.mla is None else (layer.mla.kv_lora_rank, layer.mla.qk_rope_head_dim)
+            if width != rank or q_rope.shape != (rows, heads, rope) or q_rope.dtype is not q.dtype:
+                raise BackendError(
+                    f"layer {layer.layer_id}: q has shape {tuple(q.shape)} and extras.q_rope is {q_rope.dtype} of "
+                    f"shape {tuple(q_rope.shape)}; give the latent part [rows, heads, {rank}] and the rotary part "
+                    f"[rows, heads, {rope}] of an MLA layer, both in {q.dtype}"
+                )
+            width = rank + rope
         if (heads, width) != wanted:
             raise BackendError(
                 f"layer {layer.layer_id}: q has (heads, width) {(heads, width)}, but on this rank it has {wanted}"
             )
         return rows
-
-    @staticmethod
-    def _joined_width(layer: LayerSpec, q: Tensor, q_rope: Tensor) -> int:
-        """Return the width of absorbed queries that are given in two parts."""
-        rank, rope = (0, 0) if layer.mla is None else (layer.mla.kv_lora_rank, layer.mla.qk_rope_head_dim)
-        if q.shape[2] != rank or q_rope.shape != (*q.shape[:2], rope) or q_rope.dtype is not q.dtype:
-            raise BackendError(
-                f"layer {layer.layer_id}: q has shape {tuple(q.shape)} and extras.q_rope is {q_rope.dtype} of shape "
-                f"{tuple(q_rope.shape)}; give the latent part [rows, heads, {rank}] and the rotary part [rows, heads, "
-                f"{rope}] of an MLA layer, both in {q.dtype}"
-            )
-        return rank + rope
 
     def check_extras(self, layer: LayerSpec, q: Tensor, extras: ForwardExtras | None) -> ForwardExtras:
         """Validate and return the extras of a call. Raises BackendError for one that the backend does not claim."""

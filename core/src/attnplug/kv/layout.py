@@ -177,7 +177,15 @@ def page_views(
     ``kv``. ``(kv dim)`` is a row of keys followed by values, which may differ in width. ``heads`` may be omitted if
     there is only one. ``what`` is the tensor's name in messages.
     """
-    dims = _parse(layout, with_heads=heads > 1, with_kv=len(widths) > 1)
+    written, with_kv = layout.replace("slots", "(pages tokens)"), len(widths) > 1
+    dims = [tuple((joined or single).split()) for joined, single in re.findall(r"\(([^()]*)\)|(\S+)", written)]
+    named = [name for joined in dims for name in joined]
+    missing = {"pages", "tokens", "dim", *(["heads"] if heads > 1 else [])} - set(named)
+    if len(set(named)) < len(named) or missing or set(named) - {"kv", *_ROW}:
+        raise PoolError(f"{layout!r} does not describe a cache tensor; {_GRAMMAR}")
+    if with_kv != ("kv" in named):
+        have = "one tensor is given for keys and values" if with_kv else "the tensor holds one row per token"
+        raise PoolError(f"{layout!r} {'lacks' if with_kv else 'has'} kv, but {have}; {_GRAMMAR}")
     if tensor.dim() != len(dims):
         raise PoolError(
             f"{what} of shape {list(tensor.shape)} is not {layout!r}: it has {tensor.dim()} dimensions, not {len(dims)}"
@@ -205,19 +213,6 @@ def page_views(
             names.insert(place, "heads")
         views.append(view.permute([names.index(name) for name in _ROW]))
     return views
-
-
-def _parse(layout: str, *, with_heads: bool, with_kv: bool) -> list[tuple[str, ...]]:
-    written = layout.replace("slots", "(pages tokens)")
-    dims = [tuple((joined or single).split()) for joined, single in re.findall(r"\(([^()]*)\)|(\S+)", written)]
-    names = [name for joined in dims for name in joined]
-    missing = {"pages", "tokens", "dim", *(["heads"] if with_heads else [])} - set(names)
-    if len(set(names)) < len(names) or missing or set(names) - {"kv", *_ROW}:
-        raise PoolError(f"{layout!r} does not describe a cache tensor; {_GRAMMAR}")
-    if with_kv != ("kv" in names):
-        have = "one tensor is given for keys and values" if with_kv else "the tensor holds one row per token"
-        raise PoolError(f"{layout!r} {'lacks' if with_kv else 'has'} kv, but {have}; {_GRAMMAR}")
-    return dims
 
 
 def _check_size(

@@ -70,11 +70,6 @@ class Workspace:
         if self.kind.zeroed and buffer.any():
             raise WorkspaceError(f"the allocator gave {self.kind.name} workspace that is not zero, as requested")
 
-    def _use(self) -> WorkspaceUse:
-        retired = sum(buffer.numel() for ref in self._retired if (buffer := ref()) is not None)
-        device, kind, nbytes = str(self.buffer.device), self.kind, self.buffer.numel()
-        return WorkspaceUse(device, kind.name, self.lane, kind.zeroed, nbytes, dict(self._owners), retired)
-
 
 def _allocate(nbytes: int, device: torch.device, zeroed: bool) -> Tensor:
     # torch.empty for plain memory: touching hundreds of MiB that kernels overwrite would cost start-up time.
@@ -122,7 +117,11 @@ class WorkspaceOwner:
 
     def report(self) -> tuple[WorkspaceUse, ...]:
         """Return all allocations with their owners, sorted by device, kind and lane."""
-        uses = (workspace._use() for workspace in self._workspaces.values())
+        uses = []
+        for (device, kind, lane), each in self._workspaces.items():
+            retired = sum(buffer.numel() for ref in each._retired if (buffer := ref()) is not None)
+            nbytes, owners = each.buffer.numel(), dict(each._owners)
+            uses.append(WorkspaceUse(str(device), kind.name, lane, kind.zeroed, nbytes, owners, retired))
         return tuple(sorted(uses, key=lambda use: (use.device, use.kind, use.lane)))
 
     @property

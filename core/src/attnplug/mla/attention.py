@@ -394,20 +394,14 @@ def plan_extend(geometry: Geometry, path: ExtendPath, chunk_capacity: int) -> tu
     call = RaggedCall.of(0, queries, queries, causal=True, device=device, lane=geometry.lane)
     parts = [Part(call, None, None)]
     prefixes = [kv - new if new else 0 for new, kv in zip(query_lens, kv_lens, strict=True)]
+    starts = list(accumulate(query_lens, initial=0))
     for index, chunk in enumerate(plan_prefix_chunks(prefixes, chunk_capacity), start=1):
-        parts.append(_chunk_part(geometry, index, chunk, live))
+        # Not causal: all queries of a chunk's requests come behind the prefix and attend to the whole span.
+        requests, lens = [span.request for span in chunk], [span.length for span in chunk]
+        queries = [query_lens[request] for request in requests]
+        call = RaggedCall.of(index, queries, lens, causal=False, device=device, lane=geometry.lane)
+        slots, rows = geometry.span_slots(requests, [span.start for span in chunk], lens), None
+        if requests != live:
+            _, rows = spread([starts[request] for request in requests], queries, device)
+        parts.append(Part(call, slots, rows))
     return tuple(parts)
-
-
-def _chunk_part(geometry: Geometry, index: int, chunk: Chunk, live: list[int]) -> Part:
-    """Plan a non-causal call: all queries of a chunk's requests come behind the prefix and attend to the whole span."""
-    requests = [span.request for span in chunk]
-    queries = [geometry.query_lens[request] for request in requests]
-    lens = [span.length for span in chunk]
-    call = RaggedCall.of(index, queries, lens, causal=False, device=geometry.device, lane=geometry.lane)
-    slots = geometry.span_slots(requests, [span.start for span in chunk], lens)
-    rows = None
-    if requests != live:
-        starts = list(accumulate(geometry.query_lens, initial=0))
-        _, rows = spread([starts[request] for request in requests], queries, geometry.device)
-    return Part(call, slots, rows)

@@ -63,7 +63,7 @@ def guarded() -> Iterator[None]:
     entries = {name: list(found) for name, found in lists.items()}
     raised: BaseException | None = None
     try:
-        with _same_streams(), _same_settings(), warnings.catch_warnings(), _no_exit():
+        with _same_streams(), _same_settings(), warnings.catch_warnings():
             yield
     except BaseException as error:
         raised = error
@@ -122,26 +122,12 @@ def _same_streams() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _same_settings() -> Iterator[None]:
-    """Restore removed variables, the current directory and signal handlers."""
+    """Restore removed variables, the current directory and signal handlers, and let ``os._exit`` raise SystemExit.
+
+    A forked child process exits as it asks to.
+    """
     variables = os.environ._data.copy()  # type: ignore[attr-defined]  # encoded; decoding them all would take 60 µs
     handlers = {number: _signal.getsignal(number) for number in (_signal.SIGINT, _signal.SIGTERM)}
-    with contextlib.ExitStack() as undo:
-        with contextlib.suppress(OSError):  # deleted
-            undo.callback(os.chdir, os.getcwd())
-        try:
-            yield
-        finally:
-            for name in variables.keys() - os.environ._data.keys():  # type: ignore[attr-defined]
-                os.environ[os.fsdecode(name)] = os.fsdecode(variables[name])
-            for number, handler in handlers.items():
-                if handler is not None and _signal.getsignal(number) is not handler:
-                    with contextlib.suppress(ValueError):  # not the main thread
-                        _signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _no_exit() -> Iterator[None]:
-    """Let ``os._exit`` raise SystemExit inside. A forked child process exits as it asks to."""
     end, processes = os._exit, {os.getpid()}
 
     def raise_exit(status: int) -> NoReturn:
@@ -150,11 +136,20 @@ def _no_exit() -> Iterator[None]:
         end(status)
 
     os._exit = raise_exit
-    try:
-        yield
-    finally:
-        processes.clear()  # a package that kept the function can exit later
-        os._exit = end
+    with contextlib.ExitStack() as undo:
+        with contextlib.suppress(OSError):  # deleted
+            undo.callback(os.chdir, os.getcwd())
+        try:
+            yield
+        finally:
+            processes.clear()  # a package that kept the function can exit later
+            os._exit = end
+            for name in variables.keys() - os.environ._data.keys():  # type: ignore[attr-defined]
+                os.environ[os.fsdecode(name)] = os.fsdecode(variables[name])
+            for number, handler in handlers.items():
+                if handler is not None and _signal.getsignal(number) is not handler:
+                    with contextlib.suppress(ValueError):  # not the main thread
+                        _signal.signal(number, handler)
 
 
 class BuildError(BackendError):
@@ -313,19 +308,15 @@ def load_plugin(point: EntryPoint, source: Source, known: dict[str, Any]) -> Loa
         # Either the user's, who wants to know what took so long, or the plugin's own: Python cannot tell them apart.
         raise KeyboardInterrupt(f"while loading plugin {source.entry_point} ({source})") from error
     except BaseException as error:  # plugins raise anything: SystemExit, types of their own
-        return Broken(source.entry_point, source, describe_error(error) + _unmet_core(point))
-
-
-def _unmet_core(point: EntryPoint) -> str:
-    """Return the command for a plugin whose metadata requires another attnplug; empty if this one will do.
-
-    A plugin for a newer contract may fail before its ``contract`` is read, on a name or field that is not here.
-    """
-    with contextlib.suppress(Exception):  # whatever reading damaged metadata raises
-        needed = (text for text in (point.dist and point.dist.requires) or () if re.match(r"attnplug(?![\w.-])", text))
-        unmet = filter(None, map(requirement_refusal, needed))
-        return "".join(f"; it {refusal.message}; run: {refusal.advice}" for refusal in unmet)
-    return ""
+        text = describe_error(error)
+        # A plugin for a newer contract may fail before its ``contract`` is read, on a name or field that is not here.
+        with contextlib.suppress(Exception):  # whatever reading damaged metadata raises
+            requires = (point.dist and point.dist.requires) or ()
+            unmet = map(requirement_refusal, (one for one in requires if re.match(r"attnplug(?![\w.-])", one)))
+            text += "".join(
+                f"; it {refusal.message}; run: {refusal.advice}" for refusal in unmet if refusal is not None
+            )
+        return Broken(source.entry_point, source, text)
 
 
 def load_entry_point(point: EntryPoint) -> Any:

@@ -252,19 +252,17 @@ def _unique(title: str, label: str, claims: Iterable[tuple[str, Claim]], broken:
         keeper = next((group[0] for group in (embedded, claimants) if len(group) == 1), None)
         if keeper is not None:
             unique[name] = keeper
-        error = _conflict(title.format(name), claimants, keeper)
+        owners = [f"{claimant.source} (entry point {claimant.source.entry_point})" for claimant in claimants]
+        error = f"{title.format(name)} is claimed by {' and '.join(owners)}"
+        if len(set(owners)) == 1:
+            used = f"{title.format(name)} is used {len(owners)} times by {owners[0]}"
+            error = f"{used}, so none of them is available; keep one"
+        elif keeper is not None:
+            error += "; attnplug's own keeps it; uninstall the other, or give it another name"
+        else:
+            error += f", so neither is used; uninstall one, or name the one to keep in {ALLOW_VARIABLE}"
         for one in claimants:
             if one is not keeper:
                 contract = one.spec.contract if isinstance(one, Registered) else None
                 broken.append(Broken(label.format(name), one.source, error, contract))
     return unique
-
-
-def _conflict(title: str, claimants: Sequence[Claim], keeper: Claim | None) -> str:
-    owners = [f"{claimant.source} (entry point {claimant.source.entry_point})" for claimant in claimants]
-    if len(set(owners)) == 1:
-        return f"{title} is used {len(owners)} times by {owners[0]}, so none of them is available; keep one"
-    claimed = f"{title} is claimed by {' and '.join(owners)}"
-    if keeper is not None:
-        return f"{claimed}; attnplug's own keeps it; uninstall the other, or give it another name"
-    return f"{claimed}, so neither is used; uninstall one, or name the one to keep in {ALLOW_VARIABLE}"

@@ -17,7 +17,7 @@ from attnplug.declare.capabilities import PageSizes
 from attnplug.declare.errors import AttnplugError, Refusal, RefusalCode, Render, Setting, UsageError
 from attnplug.declare.options import parse_options
 from attnplug.declare.problem import DEFAULT_PAGE_SIZE, GraphLevel, Problem, Role, sorted_levels
-from attnplug.declare.spec import BackendSpec, Registered
+from attnplug.declare.spec import Registered
 from attnplug.registry.registry import Registry
 from attnplug.registry.selection import AUTO, BackendRequest, Candidate, RoleChoice, Selection, refusal_lines
 
@@ -171,8 +171,17 @@ class _Chooser:
             yield replace(refusal, setting=self.request.setting_for(role)) if by_role else refusal
         if spec.name in self.failed:
             yield self.failed[spec.name]
-        if not refusals and (other := self._paired_role(role)) is not None:
-            yield from self._pairing_refusals(spec, other)
+        other = self._paired_role(role)
+        if refusals or other is None:
+            return
+        requested, levels, why = self.request.name_for(other), sorted_levels(self.problem.invariant), None
+        if requested not in (AUTO, spec.name):
+            why = f"{requested} is requested for {other}"
+        elif requested == AUTO and spec.refusals(self.problem, other, self.options.get(spec.name)):
+            why = f"this backend cannot serve {other}"
+        if why is not None:
+            message = f"invariance {', '.join(levels)} requires one backend for prefill and decode; {why}"
+            yield Refusal(RefusalCode.INVARIANCE, message, levels, setting=self.request.setting_for(other))
 
     def _paired_role(self, role: Role) -> Role | None:
         """Return the role that must have the same backend, because rows have the same bits prefilled and decoded."""
@@ -181,17 +190,6 @@ class _Chooser:
         if not one_backend or role not in pair or not set(pair) <= set(self.problem.roles()):
             return None
         return pair[role is Role.PREFILL]
-
-    def _pairing_refusals(self, spec: BackendSpec, other: Role) -> Iterator[Refusal]:
-        requested, levels = self.request.name_for(other), sorted_levels(self.problem.invariant)
-        if requested not in (AUTO, spec.name):
-            why = f"{requested} is requested for {other}"
-        elif requested == AUTO and spec.refusals(self.problem, other, self.options.get(spec.name)):
-            why = f"this backend cannot serve {other}"
-        else:
-            return
-        message = f"invariance {', '.join(levels)} requires one backend for prefill and decode; {why}"
-        yield Refusal(RefusalCode.INVARIANCE, message, levels, setting=self.request.setting_for(other))
 
 
 def _why_unneeded(role: Role, problem: Problem) -> str:

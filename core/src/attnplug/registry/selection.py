@@ -245,7 +245,11 @@ def _role_lines(choice: RoleChoice, problem: Problem, render: Render) -> Iterato
     if choice.schedule is not None:
         for requests, tokens in _SHOWN_BATCHES[choice.role]:
             size = f"{requests} × {tokens} new tokens" if tokens > 1 else f"{requests} request{'s' * (requests > 1)}"
-            yield f"  {size}: {_by_batch(choice.schedule, choice.role, problem, requests, tokens)}"
+            fastest = choice.schedule.describe(requests, tokens)
+            if problem.wants_graphs and not problem.graphs_by_length and choice.role is Role.DECODE and problem.model:
+                captured = choice.schedule.overall(requests, tokens, problem.model.context_length)  # for all lengths
+                fastest = captured if captured == fastest else f"{captured} in a graph; without, {fastest}"
+            yield f"  {size}: {fastest}"
     if (
         choice.chosen is None
         and choice.role is Role.LINEAR
@@ -264,15 +268,6 @@ def _role_lines(choice: RoleChoice, problem: Problem, render: Render) -> Iterato
     if unrelated:
         names = ", ".join(candidate.backend.spec.name for candidate in unrelated)
         yield f"  for another role or kind of attention: {names}"
-
-
-def _by_batch(schedule: BackendSchedule, role: Role, problem: Problem, requests: int, tokens: int) -> str:
-    """Fastest backends for batches of one size, and the backend of its graph if one graph serves all lengths."""
-    by_length = schedule.describe(requests, tokens)
-    if problem.graphs_by_length or not problem.wants_graphs or role is not Role.DECODE or problem.model is None:
-        return by_length
-    captured = schedule.overall(requests, tokens, problem.model.context_length)
-    return captured if captured == by_length else f"{captured} in a graph; without, {by_length}"
 
 
 def unrelated_candidates(choice: RoleChoice) -> list[Candidate]:

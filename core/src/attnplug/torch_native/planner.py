@@ -127,20 +127,14 @@ def _memberships(geometry: Geometry) -> list[list[int]]:
         lens = [kv_lens[request] for request in requests]
         if len(lens) * max(lens) <= min(2 * sum(lens), _LARGEST_READ):
             groups.append(requests)
-        else:
-            groups += _by_length(requests, kv_lens)
-    return groups
-
-
-def _by_length(requests: list[int], kv_lens: Sequence[int]) -> list[list[int]]:
-    """Group requests, longest first. One that would pad more than half of a large read starts a new group."""
-    groups: list[list[int]] = []
-    for request in sorted(requests, key=lambda request: -kv_lens[request]):
-        longest = kv_lens[groups[-1][0]] if groups else 0
-        wasteful = longest > _SMALL_READ and 2 * kv_lens[request] < longest
-        if not groups or wasteful or longest * (len(groups[-1]) + 1) > _LARGEST_READ:
-            groups.append([])
-        groups[-1].append(request)
+            continue
+        first = len(groups)  # longest first; one that would pad more than half of a large read starts a new group
+        for request in sorted(requests, key=lambda request: -kv_lens[request]):
+            longest = kv_lens[groups[-1][0]] if len(groups) > first else 0
+            wasteful = longest > _SMALL_READ and 2 * kv_lens[request] < longest
+            if not longest or wasteful or longest * (len(groups[-1]) + 1) > _LARGEST_READ:
+                groups.append([])
+            groups[-1].append(request)
     return groups
 
 
