@@ -186,11 +186,8 @@ class PlannedBackend(ABC):
                 f"{self.context.page_size}"
             )
         self.check_lane(geometry.lane)
-        if geometry.tree is not None:
-            self._check_tree(geometry, geometry.tree)
-
-    def _check_tree(self, geometry: Geometry, tree: Tensor) -> None:
-        """Raise PlanError for a tree that this backend would run as a chain, or misread."""
+        if (tree := geometry.tree) is None:
+            return
         name, rows, ragged = self.backend_id.name, geometry.max_new, geometry.new_lens is not None
         trees, shape = f"a batch has trees of {rows} rows per request", (geometry.requests, rows)
         if geometry.mode is not ForwardMode.TARGET_VERIFY or ragged:

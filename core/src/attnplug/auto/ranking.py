@@ -139,7 +139,25 @@ class Ranking:
         if by_batch and len(sharing := _sharing(slowness, order)) > 1:
             kind = ExtendSchedule if role is Role.PREFILL else BackendSchedule
             schedule = kind({name: times[name] for name in sharing})
-        return Ranked(backends, _why(order, points, times, fits, others, schedule, role), schedule)
+        # One line: times at one point, the origin of the tables, and backends that were not measured.
+        about = _SHOWN[_MEASURED_AS.get(role, role)]
+        common = [point for point in points if all(point in of_backend for of_backend in times.values())]
+        shown = min(common or points, key=lambda point: (sum(map(_octaves, point, about)), point))
+        figures = [f"{name} {times[name][shown]:.1f}" for name in order if shown in times[name]]
+        figures[0] += " µs"
+        new = f" ({shown.tokens} new)" if shown.tokens > 1 else ""
+        used = [fit.tables[name] for fit in fits for name in order]
+        origins = sorted({f"{each.table.measured}, {each.origin.words}" for each in used}, reverse=True)
+        first = "the fastest" if schedule is None else f"{' and '.join(schedule.candidates)} by batch, the fastest"
+        parts = [
+            f"{first} of {len(order)} at {len(points)} point{'s' * (len(points) > 1)}",
+            f"{', '.join(figures)} at {shown.requests} × {shown.length}{new}",
+            f"table of {' and of '.join(origins)}",
+            *sorted({f"nearest shape: {fit.nearest}" for fit in fits if fit.nearest is not None}),
+        ]
+        if others:
+            parts.append(f"not measured: {_names(sorted(others, key=by_preference))} ('attnplug tune' measures)")
+        return Ranked(backends, "; ".join(parts), schedule)
 
     def failures(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Mapping[str, Refusal]:
         """Refusals, by name, of backends that failed at a shape of the model's layers, on this machine and with the
@@ -253,34 +271,3 @@ def _sharing(slowness: Mapping[str, Sequence[float]], order: Sequence[str]) -> t
         if found:
             return min(found)[1]
     raise AssertionError("all backends together are as fast as the best")
-
-
-def _why(
-    order: Sequence[str],
-    points: Sequence[BatchPoint],
-    times: Times,
-    fits: Sequence[_Fit],
-    others: Sequence[Registered],
-    schedule: BackendSchedule | None,
-    role: Role,
-) -> str:
-    """One line: times at one point, the origin of the tables, and backends that were not measured."""
-    common = [point for point in points if all(point in times[name] for name in order)]
-    about = _SHOWN[_MEASURED_AS.get(role, role)]
-    shown = min(common or points, key=lambda point: (sum(map(_octaves, point, about)), point))
-    figures = [f"{name} {times[name][shown]:.1f}" for name in order if shown in times[name]]
-    figures[0] += " µs"
-    new = f" ({shown.tokens} new)" if shown.tokens > 1 else ""
-    used = [fit.tables[name] for fit in fits for name in order]
-    origins = sorted({f"{each.table.measured}, {each.origin.words}" for each in used}, reverse=True)
-    nearest = sorted({str(fit.nearest) for fit in fits if fit.nearest is not None})
-    best = "the fastest" if schedule is None else f"{' and '.join(schedule.candidates)} by batch, the fastest"
-    parts = [
-        f"{best} of {len(order)} at {len(points)} point{'s' * (len(points) > 1)}",
-        f"{', '.join(figures)} at {shown.requests} × {shown.length}{new}",
-        f"table of {' and of '.join(origins)}",
-        *(f"nearest shape: {each}" for each in nearest),
-    ]
-    if others:
-        parts.append(f"not measured: {_names(sorted(others, key=by_preference))} ('attnplug tune' measures)")
-    return "; ".join(parts)

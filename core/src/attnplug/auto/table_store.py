@@ -347,7 +347,18 @@ def load_tables(plugins: Plugins, processor: Processor) -> Tables:
         return Tables(())
     found: dict[str, FoundTable] = {}
     faults: dict[str, None] = {}
-    tables = list(_all_tables(plugins.table_folders, processor, faults))
+    tables: list[FoundTable] = []
+    for origin in table_files(plugins.table_folders, processor):
+        try:
+            file = read_tables(Path(origin.path))
+        except TableError as error:
+            faults[f"{error}; it is not used"] = None
+            continue
+        if (file.device, file.sm) == (processor.name, processor.sm):
+            tables += [FoundTable(table, origin) for table in file.tables]
+        else:
+            other = Processor(file.device, file.sm)
+            faults[f"{origin.path} is not used: it was measured on {other}, and this is {processor}"] = None
     shipped = Counter(each.table.title for each in tables if not each.origin.own)
     for each in tables:
         table, origin = each.table, each.origin
@@ -369,23 +380,6 @@ def load_tables(plugins: Plugins, processor: Processor) -> Tables:
             again = "; 'attnplug tune' measures again" if origin.own else ""
             faults[f"{unused}: {outdated}{again}"] = None
     return Tables(tuple(found.values()), tuple(faults))
-
-
-def _all_tables(
-    folders: Iterable[Provided[Path]], processor: Processor, faults: dict[str, None]
-) -> Iterator[FoundTable]:
-    """Every table of a processor. Files that cannot be used are added to ``faults``."""
-    for origin in table_files(folders, processor):
-        try:
-            file = read_tables(Path(origin.path))
-        except TableError as error:
-            faults[f"{error}; it is not used"] = None
-            continue
-        if (file.device, file.sm) != (processor.name, processor.sm):
-            other = Processor(file.device, file.sm)
-            faults[f"{origin.path} is not used: it was measured on {other}, and this is {processor}"] = None
-            continue
-        yield from (FoundTable(table, origin) for table in file.tables)
 
 
 def _outdated(found: FoundTable, backend: Registered, processor: Processor) -> str | None:

@@ -11,6 +11,7 @@ typer with its dependencies would take a third of that.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import faulthandler
 import os
@@ -58,30 +59,6 @@ def options_of(parser: argparse.ArgumentParser) -> Render:
 def refusal_as_json(refusal: Refusal, render: Render) -> dict[str, object]:
     """Return a refusal as JSON, with its setting as a key and as a command-line option."""
     return {**refusal.as_json(), "option": None if refusal.setting is None else render(refusal.setting)}
-
-
-def _add_all(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add every command that can be loaded. Print one line to standard error for each that cannot."""
-    found, broken = command_claims()
-    for fault in broken:
-        print(f"warning: {fault.source}: {fault.error}", file=sys.stderr)
-    for name, points in found.items():
-        try:
-            _add_loaded(commands, name, points)
-        except PluginError as error:
-            print(f"warning: {error}", file=sys.stderr)
-
-
-def _add_named(commands: Commands[argparse.ArgumentParser], name: str) -> None:
-    """Add one command without loading the others. Raises UsageError if no package provides it."""
-    found, broken = command_claims()
-    if name not in found:
-        known = [*OWN, *found]
-        near = difflib.get_close_matches(name.lower(), known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(known)}; packages add more, see {DOCS}"
-        unreadable = "".join(f"\n  {fault.source}: {fault.error}" for fault in broken)
-        raise UsageError(f"there is no command {name!r}; {hint}{unreadable}")
-    _add_loaded(commands, name, found[name])
 
 
 def command_claims() -> tuple[Mapping[str, list[EntryPoint]], list[Broken]]:
@@ -152,7 +129,10 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def make_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """Return the parser of a command line. Commands of other packages are loaded only if it needs them."""
+    """Return the parser of a command line. Commands of other packages are loaded only if it needs them.
+
+    Raises UsageError if it names a command that no package provides.
+    """
     parser = argparse.ArgumentParser(
         prog="attnplug", description="Attention backends for LLM inference as plugins.", epilog=EPILOG
     )
@@ -164,10 +144,25 @@ def make_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         if add_options is not None:
             add_options(declared)
     name = next((argument for argument in arguments if not argument.startswith("-")), None)
-    if name is None and "--version" not in arguments:
-        _add_all(commands)
-    elif name is not None and name not in OWN:
-        _add_named(commands, name)
+    if name in OWN or (name is None and "--version" in arguments):
+        return parser
+    found, broken = command_claims()
+    if name is None:  # all that can be loaded, and one line for each that cannot
+        for fault in broken:
+            print(f"warning: {fault.source}: {fault.error}", file=sys.stderr)
+        for each, points in found.items():
+            try:
+                _add_loaded(commands, each, points)
+            except PluginError as error:
+                print(f"warning: {error}", file=sys.stderr)
+    elif name in found:  # alone, without loading the others
+        _add_loaded(commands, name, found[name])
+    else:
+        known = [*OWN, *found]
+        near = difflib.get_close_matches(name.lower(), known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(known)}; packages add more, see {DOCS}"
+        unreadable = "".join(f"\n  {fault.source}: {fault.error}" for fault in broken)
+        raise UsageError(f"there is no command {name!r}; {hint}{unreadable}")
     return parser
 
 
@@ -319,19 +314,15 @@ def _discard_output() -> None:
 
 def _plugin_fault(error: BaseException) -> PluginError | None:
     """Return a PluginError that names the plugin whose code raised ``error``, or None if none did."""
-    packages = {package: Source.of(point) for point in find_entry_points()[0] for package in _packages(point)}
+    packages: dict[str, Source] = {}  # top-level packages and modules of each plugin's target and distribution
+    for point in find_entry_points()[0]:
+        with contextlib.suppress(Exception):  # a damaged installation
+            files = point.dist.files or [] if point.dist is not None else []
+            owned = {point.module.partition(".")[0], *(file.parts[0].removesuffix(".py") for file in files)}
+            packages |= dict.fromkeys(owned, Source.of(point))
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         source = packages.get(str(frame.f_globals.get("__name__")).partition(".")[0])
         if source is not None and not source.embedded:
             place = f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_name}"
             return PluginError(f"plugin {source.entry_point} ({source}) failed at {place}: {describe_error(error)}")
     return None
-
-
-def _packages(point: EntryPoint) -> set[str]:
-    """Return the top-level packages and modules of a plugin's target and of its distribution."""
-    try:
-        files = point.dist.files or [] if point.dist is not None else []
-        return {point.module.partition(".")[0], *(file.parts[0].removesuffix(".py") for file in files)}
-    except Exception:  # a damaged installation
-        return set()

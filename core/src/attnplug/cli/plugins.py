@@ -37,31 +37,26 @@ def run(parsed: argparse.Namespace) -> int:
         Item(row.source, _KINDS.get(row.status, "backend"), row.name, row.status, row.text)
         for row in listing(registry, every=True)
     ]
-    items += [*_commands(), *_hosts(), *_other(registry)]
+    found, _ = command_claims()  # none is loaded; unreadable installations are listed as broken plugins
+    for name, points in found.items():
+        taken = command_conflict(name, points)
+        status, text = ("installed", "installed") if taken is None else ("broken", taken)
+        items += [Item(source, "command", name, status, text) for source in map(Source.of, points)]
+    items += [*_hosts(), *_other(registry)]
     items.sort(key=lambda item: (not item.source.embedded, str(item.source), item.kind, item.name))
     if parsed.json:
-        found = []
+        packages = []
         for (name, version), provided in groupby(
             items, key=lambda each: (each.source.distribution, each.source.version)
         ):
             brings = [{"kind": i.kind, "name": i.name, "status": i.status, "text": i.text} for i in provided]
-            found.append({"distribution": name, "version": version, "brings": brings})
-        output.write_json({"installed": found})
+            packages.append({"distribution": name, "version": version, "brings": brings})
+        output.write_json({"installed": packages})
     else:
         cells = [(str(item.source), f"{item.kind} {item.name}", item.text) for item in items]
         print(table(("installed", "brings", "status"), cells))
     warn_of_plugins(registry, broken=False)
     return 0
-
-
-def _commands() -> Iterator[Item]:
-    """Yield commands from metadata. None is loaded, so one that fails to load is not listed as broken."""
-    found, _ = command_claims()  # unreadable installations are listed as broken plugins
-    for name, points in found.items():
-        taken = command_conflict(name, points)
-        for source in map(Source.of, points):
-            status = "installed" if taken is None else "broken"
-            yield Item(source, "command", name, status, taken or "installed")
 
 
 def _hosts() -> Iterator[Item]:

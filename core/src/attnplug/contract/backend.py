@@ -290,7 +290,13 @@ def bind_hook(target: object, name: str, offered: Sequence[str], may_ignore: Col
     Raises :class:`HookError`, naming backend, hook and parameter, if the hook requires a parameter that is not offered,
     does not accept one that its caller relies on, or is not callable.
     """
-    hook = _lookup(target, name)
+    try:
+        hook = getattr(target, name)
+    except AttributeError:
+        # A property that raises also ends here. Treating it as an absent hook would silently skip planning.
+        if inspect.getattr_static(target, name, None) is not None:
+            raise
+        return None
     if hook is None:
         return None
     if not callable(hook):
@@ -307,16 +313,6 @@ def bind_hook(target: object, name: str, offered: Sequence[str], may_ignore: Col
             f"caller relies on; offered are {', '.join(offered)}. Add the parameter"
         )
     return _adapter(hook, arguments, offered)
-
-
-def _lookup(target: object, name: str) -> Any:
-    try:
-        return getattr(target, name)
-    except AttributeError:
-        # A property that raises also ends here. Treating it as an absent hook would silently skip planning.
-        if inspect.getattr_static(target, name, None) is not None:
-            raise
-        return None
 
 
 def shown(signature: inspect.Signature) -> str:

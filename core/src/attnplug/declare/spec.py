@@ -11,7 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from typing import Any, Generic, TypeVar
@@ -118,8 +118,16 @@ class BackendSpec:
             yield f"preference {self.preference!r} must be a whole number"
         elif abs(self.preference) > LARGEST_PREFERENCE:
             yield f"preference must be from -{LARGEST_PREFERENCE} to {LARGEST_PREFERENCE}"
-        if self.check is not None:
-            yield from _check_problems(self.check)
+        if self.check is not None and not callable(self.check):
+            yield f"check {self.check!r} must be a function of (problem, role, options)"
+        elif self.check is not None:
+            with suppress(ValueError):  # a builtin has no signature
+                given = inspect.signature(self.check)
+                try:
+                    given.bind(None, None, None)
+                except TypeError:
+                    takes = ", ".join(given.parameters)
+                    yield f"check takes ({takes}); it must take (problem, role, options), options as parsed"
         if isinstance(self.capabilities, Capabilities):
             yield from self.capabilities.contradictions()
         else:
@@ -172,20 +180,6 @@ class BackendSpec:
             text = f"its check failed: {describe_error(error)}"
             return [Refusal(RefusalCode.CHECK_FAILED, text, value=type(error).__name__)]
         return reasons
-
-
-def _check_problems(check: object) -> Iterator[str]:
-    if not callable(check):
-        yield f"check {check!r} must be a function of (problem, role, options)"
-        return
-    try:
-        given = inspect.signature(check)
-    except (TypeError, ValueError):  # a builtin has no signature
-        return
-    try:
-        given.bind(None, None, None)
-    except TypeError:
-        yield f"check takes ({', '.join(given.parameters)}); it must take (problem, role, options), options as parsed"
 
 
 def _environment_refusals(can: Capabilities, problem: Problem, role: Role | None) -> Iterator[Refusal]:
@@ -264,8 +258,16 @@ def _shape(layer: LayerSpec, ranks: int) -> dict[str, Any]:
 
 def _layer_refusals(can: Capabilities, problem: Problem, role: Role, layer: LayerSpec) -> Iterator[Refusal]:
     yield from _unsupported(RefusalCode.KIND, "attention kind", layer.kind, can.kinds, role.setting)
+    supported = sorted(map(str, can.features))
     for feature in sorted(layer.features - can.features):
-        yield _feature_refusal(can, role, layer, feature)
+        why = f", only {', '.join(supported) or 'none'}"
+        if feature is Feature.SPARSE and layer.indexer is not None:
+            why = f": layers attend to the {layer.indexer.topk} rows that an index selects; this backend attends to all"
+        elif feature is Feature.COMPRESSED and layer.compressed is not None:
+            ratio = layer.compressed.ratio
+            why = f": layers attend to entries of {ratio} tokens each; this backend reads token rows only"
+        message = f"feature {feature} is not supported{why}"
+        yield Refusal(RefusalCode.FEATURE, message, str(feature), supported, role.setting)
     if layer.indexer is not None and Feature.SPARSE in can.features:
         index = problem.index_dtype
         yield from _unsupported(RefusalCode.INDEX_DTYPE, "index dtype", index, can.index_dtypes, Setting.INDEX_DTYPE)
@@ -293,18 +295,6 @@ def _layer_refusals(can: Capabilities, problem: Problem, role: Role, layer: Laye
         allowed = [count for count in range(1, heads + 1) if heads % count == 0]
         message = f"{heads} heads cannot be divided among {ranks} ranks"
         yield Refusal(RefusalCode.TENSOR_PARALLEL, message, ranks, allowed, Setting.TENSOR_PARALLEL)
-
-
-def _feature_refusal(can: Capabilities, role: Role, layer: LayerSpec, feature: Feature) -> Refusal:
-    supported = sorted(map(str, can.features))
-    if feature is Feature.SPARSE and layer.indexer is not None:
-        why = f": layers attend to the {layer.indexer.topk} rows that an index selects; this backend attends to all"
-    elif feature is Feature.COMPRESSED and layer.compressed is not None:
-        why = f": layers attend to entries of {layer.compressed.ratio} tokens each; this backend reads token rows only"
-    else:
-        why = f", only {', '.join(supported) or 'none'}"
-    message = f"feature {feature} is not supported{why}"
-    return Refusal(RefusalCode.FEATURE, message, str(feature), supported, role.setting)
 
 
 def _unsupported(

@@ -253,23 +253,17 @@ def move_rows(buffers: Sequence[PagedBuffer], sources: Tensor, targets: Tensor) 
     if not targets.numel():
         return
     if padded:
-        sources, targets = _without_skipped(sources, targets)
+        # A skipped move repeats the first one that is not skipped. If there is none, it moves slot 0 to itself. This
+        # keeps the number of moves, and needs no synchronisation with the device.
+        live = targets >= 0
+        first = live.to(torch.uint8).argmax().view(1)
+        target = targets.index_select(0, first)
+        source = sources.index_select(0, first).masked_fill(target < 0, 0)
+        sources, targets = torch.where(live, sources, source), torch.where(live, targets, target.clamp(min=0))
     buffers[0]._check_slots(sources)
     sources, targets = sources.to(torch.int64), targets.to(torch.int64)
     for buffer in buffers:
         buffer.move_rows(sources, targets)
-
-
-def _without_skipped(sources: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Replace skipped moves, keeping their number. This needs no synchronisation with the device.
-
-    A skipped move repeats the first one that is not skipped. If there is none, it moves slot 0 to itself.
-    """
-    live = targets >= 0
-    first = live.to(torch.uint8).argmax().view(1)
-    target = targets.index_select(0, first)
-    source = sources.index_select(0, first).masked_fill(target < 0, 0)
-    return torch.where(live, sources, source), torch.where(live, targets, target.clamp(min=0))
 
 
 @lru_cache

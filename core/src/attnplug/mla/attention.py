@@ -252,9 +252,7 @@ class MLAAttention:
 
     def plan_chunks(self, batch: ForwardBatch) -> Plan | None:
         """Plan the calls of a batch that runs as MHA; ``None`` if the backend has nothing to plan (A6, A8)."""
-        if self._plan_chunks is None:
-            return None
-        plan = self._plan_chunks(batch, self.policy.disable_ragged)
+        plan = None if self._plan_chunks is None else self._plan_chunks(batch, self.policy.disable_ragged)
         if plan is None:
             return None
         planner, hook = self._backend.backend_id, "init_mha_chunk_metadata"

@@ -100,21 +100,6 @@ def claim_problems(backend: AttentionBackend, declared: Capabilities, page_size:
             yield f"it claims {claim}, but has no {hook}{shown(hook_signatures()[hook])}"
 
 
-def unreadable_layouts(context: BackendContext, declared: Capabilities) -> Iterator[str]:
-    """Yield every layer whose cache layout the backend does not support. Hosts may omit the layout from the problem."""
-    if context.roles == {Role.LINEAR}:
-        return
-    mha, mla, can = context.pools.mha, context.pools.mla, declared.layouts
-    layouts = [] if mha is None else [(layer, layout) for layer in mha.layer_ids for layout in mha.layout(layer)]
-    layouts += [] if mla is None else [(layer, mla.layout(layer)) for layer in mla.layer_ids]
-    for layer, layout in layouts:
-        if layout.name not in can:
-            yield (
-                f"the cache of layer {layer} has layout {layout.name}, with shape {layout.shape} and strides "
-                f"{layout.strides}; the backend reads only {', '.join(sorted(can))}"
-            )
-
-
 def missing_claims(claims: Claims, problem: Problem, roles: Collection[Role]) -> Iterator[str]:
     """Yield everything that the problem needs and the built backend does not claim."""
     yield from map(str, claims.refusals(problem, roles))
@@ -148,8 +133,16 @@ def build_backend(registered: Registered, context: BackendContext, problem: Prob
     Its hooks must be callable, and its claims within its spec and sufficient for ``problem``, if given.
     """
     spec = registered.spec
-    for unreadable in unreadable_layouts(context, spec.capabilities):
-        raise BuildError(registered, BackendError(unreadable, settings=[Setting.LAYOUT]))
+    mha, mla, can = context.pools.mha, context.pools.mla, spec.capabilities.layouts
+    layouts = [] if mha is None else [(layer, layout) for layer in mha.layer_ids for layout in mha.layout(layer)]
+    layouts += [] if mla is None else [(layer, mla.layout(layer)) for layer in mla.layer_ids]
+    for layer, layout in layouts:  # which hosts may omit from the problem
+        if layout.name not in can and context.roles != {Role.LINEAR}:
+            unreadable = (
+                f"the cache of layer {layer} has layout {layout.name}, with shape {layout.shape} and strides "
+                f"{layout.strides}; the backend reads only {', '.join(sorted(can))}"
+            )
+            raise BuildError(registered, BackendError(unreadable, settings=[Setting.LAYOUT]))
     factory = import_factory(registered)
     _compile_kernels([(registered, context.roles, context.options)], context, problem)
     with attributed_to(registered, f"{spec.factory} cannot be built"):  # the checks run the plugin's properties

@@ -149,7 +149,13 @@ def load_registry(
     found = sorted(
         ((point, Source.of(point)) for point in points), key=lambda each: (each[1].distribution, each[0].name)
     )
-    allowed, blocked, unmatched = _apply_allow_list(found, environment.get(ALLOW_VARIABLE))
+    allowed, blocked, unmatched = found, [], ()
+    if (setting := environment.get(ALLOW_VARIABLE)) is not None:
+        wanted = {canonical_name(name): name.strip() for name in setting.split(",") if name.strip()}
+        names = {source: {canonical_name(source.distribution), canonical_name(point.name)} for point, source in found}
+        blocked = [source for source, own in names.items() if not source.embedded and own.isdisjoint(wanted)]
+        unmatched = tuple(sorted(text for name, text in wanted.items() if name not in set().union(*names.values())))
+        allowed = [plugin for plugin in found if plugin[1] not in blocked]
     loaded: list[Loaded] = []
     known: dict[str, Any] = {}
     slow: dict[Source, float] = {}
@@ -198,19 +204,6 @@ def load_registry(
 def installed_format(name: str) -> KVFormat:
     """Return core's or a plugin's KV format: ``installed_format("nvfp4")``. Raises as ``Registry.kv_format``."""
     return BUILT_IN[name] if name in BUILT_IN else load_registry().kv_format(name)
-
-
-def _apply_allow_list(
-    plugins: list[tuple[EntryPoint, Source]], setting: str | None
-) -> tuple[list[tuple[EntryPoint, Source]], list[Source], tuple[str, ...]]:
-    """Return the allowed plugins, the sources of the blocked ones, and listed names that match no plugin."""
-    if setting is None:
-        return plugins, [], ()
-    wanted = {canonical_name(name): name.strip() for name in setting.split(",") if name.strip()}
-    names = {source: {canonical_name(source.distribution), canonical_name(point.name)} for point, source in plugins}
-    blocked = [source for source, own in names.items() if not source.embedded and own.isdisjoint(wanted)]
-    unmatched = sorted(text for name, text in wanted.items() if name not in set().union(*names.values()))
-    return [plugin for plugin in plugins if plugin[1] not in blocked], blocked, tuple(unmatched)
 
 
 def _raise_faults(faults: Collection[str]) -> None:

@@ -147,21 +147,18 @@ class _Chooser:
                 why = f"runs in CUDA graphs, unlike {slower}" + (f"; {why}" if len(able) > 1 else "")
             if chosen.spec.name in failing:
                 why += f"; but {failing[chosen.spec.name].message}"
-        setting = self.request.setting_for(role)
-        return self._with_captured_verify(RoleChoice(role, requested, setting, chosen, candidates, why, schedule))
+        setting, problem = self.request.setting_for(role), self.problem
+        choice = RoleChoice(role, requested, setting, chosen, candidates, why, schedule)
+        drafts = problem.speculative_tokens and role is self.request.verify
+        if schedule is None or not drafts or not problem.wants_graphs or problem.device == "cpu":
+            return choice
+        # Drop backends whose verify steps cannot be captured, if the chosen one's can.
+        able = self._able(choice.serving, role, GraphLevel.UNIFORM)
+        return _restricted(choice, able, "CUDA graphs that verify drafts") if chosen in able else choice
 
     def _able(self, backends: Sequence[Registered], role: Role, level: GraphLevel) -> list[Registered]:
         captured = replace(self.problem, cuda_graph=level)
         return [b for b in backends if not b.spec.refusals(captured, role, self.options.get(b.spec.name))]
-
-    def _with_captured_verify(self, choice: RoleChoice) -> RoleChoice:
-        """Drop backends from the schedule whose verify steps cannot be captured, if the chosen one's can."""
-        problem, role = self.problem, choice.role
-        drafts = problem.speculative_tokens and role is self.request.verify
-        if choice.schedule is None or not drafts or not problem.wants_graphs or problem.device == "cpu":
-            return choice
-        able = self._able(choice.serving, role, GraphLevel.UNIFORM)
-        return _restricted(choice, able, "CUDA graphs that verify drafts") if choice.chosen in able else choice
 
     def _refusals(self, backend: Registered, role: Role) -> Iterator[Refusal]:
         spec = backend.spec

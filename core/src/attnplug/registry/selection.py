@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -175,30 +175,25 @@ def refusal_lines(selection: Selection, render: Render) -> Iterator[str]:
         if choice.requested != AUTO:
             by_name.setdefault(choice.requested, []).append(choice)
     for choices in by_name.values():
-        yield from _refused_by_name(choices, render)
+        asked = choices[0].candidates[0].backend
+        roles = " and ".join(choice.role for choice in choices)
+        by = " and ".join(dict.fromkeys(render(choice.setting) or choice.setting for choice in choices))
+        yield f"{asked.spec.name} ({asked.source}) was asked for by {by} and cannot serve {roles}:"
+        reasons: dict[str, list[RoleChoice]] = {}
+        for choice in choices:
+            for refusal in choice.candidates[0].refusals:
+                reasons.setdefault(refusal.format(render), []).append(choice)
+        for reason, concerned in reasons.items():
+            yield f"  - {reason}" if len(concerned) == len(choices) else f"  - for {concerned[0].role}: {reason}"
+        usable = [{c.backend.spec.name: None for c in choice.candidates if not c.refusals} for choice in choices]
+        names = ", ".join(name for name in usable[0] if all(name in others for others in usable))
+        yield f"usable instead: {names or 'none'}; 'attnplug explain' gives every reason against every other backend"
         yield ""
     yield from _inputs(selection)
     for choice in selection.unserved:
         if choice.requested == AUTO:
             yield ""
             yield from _role_lines(choice, selection.problem, render)
-
-
-def _refused_by_name(choices: Sequence[RoleChoice], render: Render) -> Iterator[str]:
-    """Yield the refusals of a backend that was requested for these roles, and the backends usable instead."""
-    asked = choices[0].candidates[0].backend
-    roles = " and ".join(choice.role for choice in choices)
-    by = " and ".join(dict.fromkeys(render(choice.setting) or choice.setting for choice in choices))
-    yield f"{asked.spec.name} ({asked.source}) was asked for by {by} and cannot serve {roles}:"
-    reasons: dict[str, list[RoleChoice]] = {}
-    for choice in choices:
-        for refusal in choice.candidates[0].refusals:
-            reasons.setdefault(refusal.format(render), []).append(choice)
-    for reason, concerned in reasons.items():
-        yield f"  - {reason}" if len(concerned) == len(choices) else f"  - for {concerned[0].role}: {reason}"
-    usable = [{c.backend.spec.name: None for c in choice.candidates if not c.refusals} for choice in choices]
-    names = ", ".join(name for name in usable[0] if all(name in others for others in usable))
-    yield f"usable instead: {names or 'none'}; 'attnplug explain' gives every reason against every other backend"
 
 
 def explanation(selection: Selection, render: Render = str) -> Iterator[str]:

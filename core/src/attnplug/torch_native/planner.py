@@ -173,17 +173,11 @@ def _cached_reads(
         if first_rows is not None:
             rows = torch.tensor([first_rows[request] for request in requests[part]])
         own = slots[part, : extent.keys].contiguous()
-        groups.append(Group(rows, own, extent, _run(own)))
+        places, run = own[0].numpy(), None
+        if own.shape[0] == 1 and places[0] >= 0 and (np.diff(places) == 1).all():
+            run = slice(int(places[0]), int(places[0]) + len(places))
+        groups.append(Group(rows, own, extent, run))
     return tuple(groups)
-
-
-def _run(slots: Tensor) -> slice | None:
-    """Return the slots ``[1, keys]`` of one request as a slice if they are contiguous."""
-    if slots.shape[0] != 1:
-        return None
-    places = slots[0].numpy()
-    first = int(places[0])
-    return slice(first, first + len(places)) if first >= 0 and (np.diff(places) == 1).all() else None
 
 
 def padding_bias(last: np.ndarray, keys: int) -> Tensor:

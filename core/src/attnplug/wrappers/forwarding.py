@@ -186,7 +186,13 @@ def _forwarder(name: str, signature: inspect.Signature) -> Callable[..., Any]:
     batch = next((parameter for parameter in _BATCH if parameter in parameters), None)
     layer = _LAYER if _LAYER in parameters else None
     given = ", ".join(f"{p}={p}" if q.kind is q.KEYWORD_ONLY else p for p, q in parameters.items())
-    source = _head(signature)
+    heads, keyword_only = ["self"], False  # of the lambda: self, q, *, save=default_save
+    for parameter in parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
+            heads.append("*")
+            keyword_only = True
+        heads.append(parameter.name + f"=default_{parameter.name}" * (parameter.default is not parameter.empty))
+    source = f"lambda {', '.join(heads)}:"
     if layer is not None:
         source += f" self.required(*self.route({batch}, layer), {name!r})({given})"
     else:
@@ -197,17 +203,6 @@ def _forwarder(name: str, signature: inspect.Signature) -> Callable[..., Any]:
     method: Callable[..., Any] = eval(source, defaults)
     method.__name__, method.__qualname__ = name, f"{ForwardingBackend.__qualname__}.{name}"
     return method
-
-
-def _head(signature: inspect.Signature) -> str:
-    """Return the source of a method's head: ``lambda self, q, *, save=default_save:``."""
-    parts, keyword_only = ["self"], False
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
-            parts.append("*")
-            keyword_only = True
-        parts.append(name if parameter.default is parameter.empty else f"{name}=default_{name}")
-    return f"lambda {', '.join(parts)}:"
 
 
 def _shape(signature: inspect.Signature) -> list[tuple[str, Any, Any]]:
