@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import NamedTuple
 
 from attnplug.auto.schedule import BackendSchedule, BatchPoint, ExtendSchedule, filled
 from attnplug.auto.table_store import FoundTable, MeasuredShape, Plugins, load_tables
@@ -16,8 +17,7 @@ from attnplug.declare.problem import DEFAULT_PAGE_SIZE, Problem, Role, model_dty
 from attnplug.declare.spec import Registered
 
 
-@dataclass(frozen=True, slots=True)
-class Ranked:
+class Ranked(NamedTuple):
     """Usable backends, the best first, with the reason in a few words.
 
     ``schedule`` gives the fastest of them per batch, if any. Its first candidate serves everything else.

@@ -159,7 +159,7 @@ class MeasuredTable:
         return f"{self.backend} {self.role} on {self.device} (SM {self.sm}), {self.shape}"
 
 
-def _rows(title: str, rows: Iterable[object]) -> Iterable[Measurement]:
+def _rows(title: str, rows: Iterable[Any]) -> Iterable[Measurement]:
     shapes = set()
     for row in rows:
         numbers = (*row[:3], *row[4:]) if isinstance(row, tuple | list) and len(row) == 7 else ()
@@ -199,8 +199,7 @@ class TableError(AttnplugError):
     """Raised if a file of measured tables cannot be read or written. The message is one line that names the file."""
 
 
-@dataclass(frozen=True, slots=True)
-class TableFile:
+class TableFile(NamedTuple):
     """Contents of a file: measured tables of one device."""
 
     device: str
@@ -257,8 +256,7 @@ class Plugins(Protocol):
     def processors(self, device: str | None) -> Sequence[Processor]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(NamedTuple):
     """Origin of a table, in a few words, and the path of its file."""
 
     words: str
@@ -267,16 +265,14 @@ class Origin:
     """True if it was measured on this machine."""
 
 
-@dataclass(frozen=True, slots=True)
-class FoundTable:
+class FoundTable(NamedTuple):
     """A measured table that applies here."""
 
     table: MeasuredTable
     origin: Origin
 
 
-@dataclass(frozen=True, slots=True)
-class Tables:
+class Tables(NamedTuple):
     """Tables that apply to a processor, each title once, and one line for each that cannot be used."""
 
     found: tuple[FoundTable, ...]

@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from attnplug.cli import output
 from attnplug.cli.app import make_parser
@@ -39,8 +40,7 @@ class Option:
         return None if self.value is None else _VALUES.get(self.value)
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
+class Command(NamedTuple):
     name: str
     help: str
     options: tuple[Option, ...]

@@ -18,7 +18,7 @@ from attnplug.registry.hosts import load_host
 from attnplug.registry.models import load_model
 from attnplug.registry.registry import Registry, load_registry
 from attnplug.registry.select import explain
-from attnplug.registry.selection import BackendRequest, RoleChoice, Selection, explanation, unrelated_candidates
+from attnplug.registry.selection import BackendRequest, RoleChoice, explanation, unrelated_candidates
 
 
 def request_of(parsed: argparse.Namespace) -> BackendRequest:
@@ -104,7 +104,18 @@ def run(parsed: argparse.Namespace) -> int:
     selection = explain(registry, request, problem, ranking=ranking)
     if parsed.json:
         roles = {role.value: _as_json(choice, render) for role, choice in selection.choices.items()}
-        inputs = {"problem": _problem_as_json(selection), "cuda_graph": selection.captured_graphs()}
+        problem, model = selection.problem, selection.problem.model
+        assert model is not None, "--model is required"
+        shown_problem = {
+            **{field.name: getattr(problem, field.name) for field in fields(problem)},
+            "architecture": None if problem.architecture is None else str(problem.architecture),
+            "model": {"name": model.name, "type": model.model_type, "description": model.describe()},
+            "cuda_graph": None if problem.wants_graphs else problem.cuda_graph.name.lower(),  # None: as far as possible
+            "page_size": selection.page_size,  # the one that is used
+            "page_size_requested": problem.page_size,
+            "invariant": sorted_levels(problem.invariant),
+        }
+        inputs = {"problem": shown_problem, "cuda_graph": selection.captured_graphs()}
         output.write_json(
             {**inputs, "kv_formats": sorted(registry.kv_formats), **roles, **({"host": host} if host else {})}
         )
@@ -114,21 +125,6 @@ def run(parsed: argparse.Namespace) -> int:
         if any(map(unrelated_candidates, selection.choices.values())):
             print("\n--json has every reason against backends for another role or kind of attention")
     return 1 if refusals or selection.unserved else 0
-
-
-def _problem_as_json(selection: Selection) -> dict[str, object]:
-    """Return every field of the problem. ``page_size`` is the one that is used, ``page_size_requested`` the user's."""
-    problem, model = selection.problem, selection.problem.model
-    assert model is not None, "--model is required"
-    return {
-        **{field.name: getattr(problem, field.name) for field in fields(problem)},
-        "architecture": None if problem.architecture is None else str(problem.architecture),
-        "model": {"name": model.name, "type": model.model_type, "description": model.describe()},
-        "cuda_graph": None if problem.wants_graphs else problem.cuda_graph.name.lower(),  # None: as far as possible
-        "page_size": selection.page_size,
-        "page_size_requested": problem.page_size,
-        "invariant": sorted_levels(problem.invariant),
-    }
 
 
 def _as_json(choice: RoleChoice, render: Render) -> dict[str, object]:

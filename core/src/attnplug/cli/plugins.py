@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from attnplug.cli import output
 from attnplug.cli.app import command_claims, command_conflict
@@ -20,8 +20,7 @@ from attnplug.registry.registry import Registry, load_registry
 _KINDS = dict.fromkeys(("broken", "blocked"), "plugin")  # their backends are unknown
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """One item of an installed package: a backend, a command, a host, another hook's item, or a broken plugin."""
 
     source: Source

@@ -31,7 +31,8 @@ def options_problems(options: object) -> Iterator[str]:
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             yield f"option {field.name} has no default"
             complete = False
-        if not _readable(hints[field.name]):
+        arms, plain = _arms(hints[field.name]), (bool, int, float, str, type(None))
+        if not all(arm in plain or _choices(arm) is not None for arm in arms):
             yield (
                 f"option {field.name} has type {_type_name(hints[field.name])}; "
                 "use bool, int, float, str, Literal, an Enum, or one of them with None"
@@ -123,10 +124,6 @@ def _read(hint: Any, text: str) -> Any:
                 return arm(text)
             return (choices | getattr(arm, "__members__", {}))[text]  # an Enum's names, too
     raise ValueError(text)
-
-
-def _readable(hint: Any) -> bool:
-    return all(arm in (bool, int, float, str, type(None)) or _choices(arm) is not None for arm in _arms(hint))
 
 
 def _type_name(hint: Any) -> str:

@@ -10,6 +10,7 @@ import difflib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,7 +60,14 @@ def _config_path(reference: str) -> Path:
         inside = path / "config.json"
         if os.path.lexists(inside):
             return inside
-        close = _close_to_config(path)
+        close = list[str]()  # files that the user may have meant: other JSON files, and a config.json one level down
+        with suppress(OSError):
+            entries = sorted(path.iterdir())
+            close = [entry.name for entry in entries if entry.suffix in (".json", ".yaml") and os.path.isfile(entry)]
+            close += [f"{entry.name}/config.json" for entry in entries if os.path.isfile(entry / "config.json")]
+        # The most similar ones come first: a sharded checkpoint's folder has many other JSON files.
+        likeness = {name: difflib.SequenceMatcher(None, name, "config.json").ratio() for name in close}
+        close = sorted(close, key=lambda name: (name != "params.json", -likeness[name]))[:4]
         has = f"; it has {', '.join(close)}, which cannot be used" if close else ""
         raise ModelConfigError(
             f"the folder {reference!r} contains no config.json{has}; give the folder of a Hugging Face checkpoint",
@@ -72,19 +80,6 @@ def _config_path(reference: str) -> Path:
             reference,
         )
     return path
-
-
-def _close_to_config(folder: Path) -> list[str]:
-    """Return files that the user may have meant: other JSON files, and a config.json one level down."""
-    try:
-        entries = sorted(folder.iterdir())
-        found = [entry.name for entry in entries if entry.suffix in (".json", ".yaml") and os.path.isfile(entry)]
-        found += [f"{entry.name}/config.json" for entry in entries if os.path.isfile(entry / "config.json")]
-    except OSError:
-        return []
-    # The most similar ones come first: a sharded checkpoint's folder has many other JSON files.
-    likeness = {name: difflib.SequenceMatcher(None, name, "config.json").ratio() for name in found}
-    return sorted(found, key=lambda name: (name != "params.json", -likeness[name]))[:4]
 
 
 def text_model_config(values: Mapping[str, object], source: str) -> Config:

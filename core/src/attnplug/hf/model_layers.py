@@ -339,28 +339,19 @@ READERS: Mapping[str, Reader] = {
 }
 
 
-def _check_width(config: Config, layer: LayerSpec) -> None:
-    """Raise ModelConfigError for widths that no real model has, before they are allocated."""
-    dims = layer.linear
-    widths = [layer.num_heads * layer.head_dim, layer.num_heads * layer.v_head_dim]
-    widths += [] if dims is None else [dims.conv_channels, dims.conv_width]
-    if layer.mla is not None:
-        widths.append(layer.mla.row_dim)
-    if layer.indexer is not None:
-        widths.append(layer.indexer.heads * layer.indexer.head_dim)
-    if max(widths) > MAX_COLUMNS:
-        heads = f"{layer.num_heads} heads of {layer.head_dim} and {layer.v_head_dim}"
-        raise ModelConfigError(
-            f"{config.source}: a layer of kind {layer.kind} has {max(widths)} columns ({heads}); "
-            f"the maximum is {MAX_COLUMNS}",
-            config.source,
-        )
-
-
 def read_layers(config: Config) -> tuple[LayerSpec, ...]:
     """Return the attention layers of a model in order. Layers without attention are left out."""
     layers = READERS.get(config.model_type, _decoder)(config)
-    for layer in dict.fromkeys(layers):
-        if layer is not None:
-            _check_width(config, layer)
+    for layer in filter(None, dict.fromkeys(layers)):
+        dims, widths = layer.linear, [layer.num_heads * layer.head_dim, layer.num_heads * layer.v_head_dim]
+        widths += [] if dims is None else [dims.conv_channels, dims.conv_width]
+        widths += [] if layer.mla is None else [layer.mla.row_dim]
+        widths += [] if layer.indexer is None else [layer.indexer.heads * layer.indexer.head_dim]
+        if max(widths) > MAX_COLUMNS:  # which no real model has; refused before it is allocated
+            heads = f"{layer.num_heads} heads of {layer.head_dim} and {layer.v_head_dim}"
+            raise ModelConfigError(
+                f"{config.source}: a layer of kind {layer.kind} has {max(widths)} columns ({heads}); "
+                f"the maximum is {MAX_COLUMNS}",
+                config.source,
+            )
     return tuple(replace(layer, layer_id=index) for index, layer in enumerate(layers) if layer is not None)

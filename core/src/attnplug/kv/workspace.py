@@ -52,23 +52,20 @@ class Workspace:
                     f"{owner} asks for {nbytes} bytes of {self.kind.name} workspace, but it is frozen at {have}: "
                     "captured graphs hold its address; request the maximum before graphs are captured"
                 )
-            buffer = allocate(nbytes, self.buffer.device, self.kind.zeroed)
-            self._check(buffer, nbytes)
+            device = self.buffer.device
+            buffer = allocate(nbytes, device, self.kind.zeroed)
+            wanted = ((nbytes,), torch.uint8, device)
+            if (buffer.shape, buffer.dtype, buffer.device) != wanted or not buffer.is_contiguous():
+                raise WorkspaceError(
+                    f"the allocator gave {list(buffer.shape)} {buffer.dtype} on {buffer.device} for {self.kind.name} "
+                    f"workspace; it must give contiguous [{nbytes}] torch.uint8 on {device}"
+                )
+            if self.kind.zeroed and buffer.any():
+                raise WorkspaceError(f"the allocator gave {self.kind.name} workspace that is not zero, as requested")
             if have:
                 self._retired.append(weakref.ref(self.buffer))
             self.buffer = buffer
         self._owners[owner] = max(nbytes, self._owners.get(owner, 0))
-
-    def _check(self, buffer: Tensor, nbytes: int) -> None:
-        device = self.buffer.device
-        wanted = ((nbytes,), torch.uint8, device)
-        if (buffer.shape, buffer.dtype, buffer.device) != wanted or not buffer.is_contiguous():
-            raise WorkspaceError(
-                f"the allocator gave {list(buffer.shape)} {buffer.dtype} on {buffer.device} for {self.kind.name} "
-                f"workspace; it must give contiguous [{nbytes}] torch.uint8 on {device}"
-            )
-        if self.kind.zeroed and buffer.any():
-            raise WorkspaceError(f"the allocator gave {self.kind.name} workspace that is not zero, as requested")
 
 
 def _allocate(nbytes: int, device: torch.device, zeroed: bool) -> Tensor:
@@ -99,7 +96,10 @@ class WorkspaceOwner:
                 f"{owner} asks for {nbytes} bytes of {kind.name} workspace in lane {lane}; ask for 1 or more, in "
                 "lane 0 or higher"
             )
-        key = (_exact(torch.device(device)), kind, lane)
+        place = torch.device(device)
+        if place.index is None:  # "cuda" is the same device as "cuda:0" if 0 is current
+            place = torch.empty(0, device=place).device
+        key = (place, kind, lane)
         for _, other, _ in self._workspaces:
             if other.name == kind.name and other != kind:
                 raise WorkspaceError(
@@ -128,8 +128,3 @@ class WorkspaceOwner:
     def nbytes(self) -> int:
         """Total bytes, including buffers that were replaced and are still in use."""
         return sum(use.nbytes + use.retired_bytes for use in self.report())
-
-
-def _exact(device: torch.device) -> torch.device:
-    """Add the current index to ``cuda``: it is the same device as ``cuda:0`` if 0 is current."""
-    return torch.empty(0, device=device).device if device.index is None else device

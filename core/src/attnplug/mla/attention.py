@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import mul
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -341,8 +341,7 @@ class MLAAttention:
         return merged.to(q.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Rows ``start … start + length - 1`` of one request's prefix; ``length`` is never 0."""
 
     request: int
@@ -398,8 +397,7 @@ def plan_extend(geometry: Geometry, path: ExtendPath, chunk_capacity: int) -> tu
         requests, lens = [span.request for span in chunk], [span.length for span in chunk]
         queries = [query_lens[request] for request in requests]
         call = RaggedCall.of(index, queries, lens, causal=False, device=device, lane=geometry.lane)
-        slots, rows = geometry.span_slots(requests, [span.start for span in chunk], lens), None
-        if requests != live:
-            _, rows = spread([starts[request] for request in requests], queries, device)
-        parts.append(Part(call, slots, rows))
+        slots = geometry.span_slots(requests, [span.start for span in chunk], lens)
+        starting = [starts[request] for request in requests]
+        parts.append(Part(call, slots, None if requests == live else spread(starting, queries, device)[1]))
     return tuple(parts)

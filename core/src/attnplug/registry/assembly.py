@@ -230,7 +230,19 @@ def build_selection(selection: Selection, context: HostContext) -> AttentionBack
     """
     uses = [(*use, selection.options.get(name)) for name, use in selection.uses().items()]
     _compile_kernels(uses, context, selection.problem)
-    full = _full_attention(selection, context)
+    roles = [role for role in (Role.PREFILL, Role.DECODE) if role in selection.choices]
+    if selection.problem.is_draft:
+        roles = [Role.DRAFT]
+    built: dict[str, AttentionBackend] = {}
+    for name, (registered, served) in selection.uses().items():
+        if own_roles := served & set(roles):
+            built[name] = _build(selection, registered, context, own_roles)
+    full = next(iter(built.values()), None)
+    extenders = selection.graph_extenders({name: backend.claims.cuda_graph for name, backend in built.items()})
+    if extenders or any(selection.choices[role].schedule is not None for role in roles):
+        full = _dispatch_by_batch(selection, built, roles, extenders)
+    elif len(built) > 1:
+        full = SplitBackend(*built.values(), verify=selection.verify)
     if Role.LINEAR not in selection.choices:
         assert full is not None, "a model has full-attention or linear layers"
         return full
@@ -252,22 +264,6 @@ def _compile_kernels(
         context.model, context.device.type, here.sm or None, dtype, context.kv_dtype, mla_extend=wanted.mla_extend
     )
     build_kernels(uses, replace(own, architecture=here.architecture, invariant=wanted.invariant))
-
-
-def _full_attention(selection: Selection, context: HostContext) -> AttentionBackend | None:
-    roles = [role for role in (Role.PREFILL, Role.DECODE) if role in selection.choices]
-    if selection.problem.is_draft:
-        roles = [Role.DRAFT]
-    if not roles:
-        return None
-    built: dict[str, AttentionBackend] = {}
-    for name, (registered, served) in selection.uses().items():
-        if own_roles := served & set(roles):
-            built[name] = _build(selection, registered, context, own_roles)
-    extenders = selection.graph_extenders({name: backend.claims.cuda_graph for name, backend in built.items()})
-    if extenders or any(selection.choices[role].schedule is not None for role in roles):
-        return _dispatch_by_batch(selection, built, roles, extenders)
-    return SplitBackend(*built.values(), verify=selection.verify) if len(built) > 1 else next(iter(built.values()))
 
 
 def _dispatch_by_batch(

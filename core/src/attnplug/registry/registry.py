@@ -149,7 +149,7 @@ def load_registry(
     found = sorted(
         ((point, Source.of(point)) for point in points), key=lambda each: (each[1].distribution, each[0].name)
     )
-    allowed, blocked, unmatched = found, [], ()
+    allowed, blocked, unmatched = found, list[Source](), tuple[str, ...]()
     if (setting := environment.get(ALLOW_VARIABLE)) is not None:
         wanted = {canonical_name(name): name.strip() for name in setting.split(",") if name.strip()}
         names = {source: {canonical_name(source.distribution), canonical_name(point.name)} for point, source in found}

@@ -232,7 +232,9 @@ def _raise_if_options_unused(registry: Registry, request: BackendRequest, choice
         if not settings or name in chosen | requested:
             continue
         backend, given = registry.get(name), f"{name}.{next(iter(settings))}"
-        if refusals := _own_refusals(backend, choices):
+        own = (c for choice in choices.values() for c in choice.candidates if c.backend is backend)
+        made_for = next((candidate for candidate in own if not candidate.is_unrelated), None)  # the first such role
+        if made_for is not None and (refusals := made_for.refusals):
             remedy = ": " + "; ".join(refusal.message for refusal in refusals)
             also = [refusal.setting for refusal in refusals if refusal.setting is not None]
         else:
@@ -245,12 +247,3 @@ def _raise_if_options_unused(registry: Registry, request: BackendRequest, choice
             f"{remedy}",
             settings=[given, *also],
         )
-
-
-def _own_refusals(backend: Registered, choices: Mapping[Role, RoleChoice]) -> list[Refusal]:
-    """Return a backend's refusals for the first role that it is made for; empty if it is usable there."""
-    for choice in choices.values():
-        (candidate,) = (c for c in choice.candidates if c.backend is backend)
-        if not candidate.is_unrelated:
-            return list(candidate.refusals)
-    return []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,8 +39,7 @@ class Softmax:
         return cls(layer.scale, layer.sliding_window, layer.logit_cap)
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(NamedTuple):
     """Queries ``first … last - 1`` of each request, and the keys ``start … stop - 1`` that any of them sees."""
 
     first: int

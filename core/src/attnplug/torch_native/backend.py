@@ -141,7 +141,8 @@ class TorchNativeBackend(PlannedAttention):
         return Plan.of(self.backend_id, geometry, GroupedPlan(groups, pages), new_slots)
 
     def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
-        if isinstance(work := plan.metadata, RowTiles):
+        work: RowTiles | GroupedPlan = plan.metadata
+        if isinstance(work, RowTiles):
             read, softmax = partial(self._read_slots, layer), Softmax.of(layer)
             tiled, lses = attend_tiles(q, work, read, softmax, extras.sinks, output_width(layer))
             if extras.lse is not None:
