@@ -11,8 +11,8 @@ from attnplug.declare.errors import HookError as HookError
 from attnplug.declare.model import MLADims as MLADims
 from attnplug.declare.options import split_settings as split_settings
 from attnplug.declare.problem import model_dtype as model_dtype
+from attnplug.hf.config_keys import TINY_CONFIGS as TINY_CONFIGS
 from attnplug.hf.config_keys import ModelConfigError as ModelConfigError
-from attnplug.hf.tiny import TINY_CONFIGS as TINY_CONFIGS
 from attnplug.kv.pools import KVPools as KVPools
 from attnplug.kv.workspace import WorkspaceOwner as WorkspaceOwner
 from attnplug.layers.model_attention import ModelAttention as ModelAttention
@@ -24,9 +24,9 @@ from attnplug.registry.assembly import build_selection as build_selection
 from attnplug.registry.assembly import choose_importable as choose_importable
 from attnplug.registry.hosts import HostSpec as HostSpec
 from attnplug.registry.kernel_builds import compile_progress as compile_progress
-from attnplug.registry.models import load_model as load_model
 from attnplug.registry.registry import Registry as Registry
 from attnplug.registry.registry import installed_format as installed_format
+from attnplug.registry.registry import load_model as load_model
 from attnplug.registry.registry import load_registry as load_registry
 from attnplug.registry.select import SelectionError as SelectionError
 from attnplug.registry.select import explain as explain

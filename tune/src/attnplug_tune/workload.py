@@ -17,8 +17,7 @@ from attnplug.declare.options import parse_options, split_settings
 from attnplug.declare.problem import DType, ExtendPath, Problem, Role, model_dtype
 from attnplug.machine.runtime import open_device, runtime_of
 from attnplug.registry.hosts import load_host
-from attnplug.registry.models import load_model
-from attnplug.registry.registry import Registry, load_registry
+from attnplug.registry.registry import Registry, load_model, load_registry
 from attnplug.registry.selection import AUTO
 from attnplug_tune.measure import Job
 from attnplug_tune.points import Point, default_points, parse_points

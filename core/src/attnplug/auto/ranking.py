@@ -185,8 +185,16 @@ class Ranking:
         fits = [fit for fit in found if fit is not None]
         if not fits or len(fits) < len(found):
             return [], {}
-        present = [name for name in names if all(name in fit.tables for fit in fits)]
-        return fits, {name: times for name in present if (times := _model_times(name, fits))}
+        times: dict[str, dict[BatchPoint, float]] = {}
+        for name in (name for name in names if all(name in fit.tables for fit in fits)):
+            rows = [{BatchPoint(*row[:4]): row.microseconds for row in fit.tables[name].table.rows} for fit in fits]
+            points = sorted({point for measured in rows for point in measured})
+            parts = [(fit.count, filled(measured, points)) for fit, measured in zip(fits, rows, strict=True)]
+            layers = sum(count for count, _ in parts)
+            sums = {point: sum(count * part[point] for count, part in parts) / layers for point in points}
+            # Points where all shapes of the model's layers were measured.
+            times[name] = {point: time for point, time in sums.items() if math.isfinite(time)}
+        return fits, {name: of_backend for name, of_backend in times.items() if of_backend}
 
 
 BY_PREFERENCE = Ranking()
@@ -246,18 +254,6 @@ def _distance(measured: MeasuredShape, shape: MeasuredShape) -> float:
 
 def _octaves(one: int, other: int) -> float:
     return abs(math.log2(max(one, 1) / max(other, 1)))
-
-
-def _model_times(name: str, fits: Iterable[_Fit]) -> dict[BatchPoint, float]:
-    """Mean microseconds of a layer by point, at points where all shapes of the model's layers were measured."""
-    rows = [
-        (fit.count, {BatchPoint(*row[:4]): row.microseconds for row in fit.tables[name].table.rows}) for fit in fits
-    ]
-    points = sorted({point for _, times in rows for point in times})
-    layers = sum(count for count, _ in rows)
-    parts = [(count, filled(times, points)) for count, times in rows]
-    sums = {point: sum(count * times[point] for count, times in parts) / layers for point in points}
-    return {point: time for point, time in sums.items() if math.isfinite(time)}
 
 
 def _sharing(slowness: Mapping[str, Sequence[float]], order: Sequence[str]) -> tuple[str, ...]:

@@ -138,11 +138,10 @@ def make_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version of attnplug and of its contract")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for own, (text, add_options) in OWN.items():
+    for own, text in OWN.items():
         module = f"attnplug.cli.{own}"
         declared = add_command(commands, own, text, lambda parsed, module=module: import_module(module).run(parsed))
-        if add_options is not None:
-            add_options(declared)
+        _add_options(own, declared)
     name = next((argument for argument in arguments if not argument.startswith("-")), None)
     if name in OWN or (name is None and "--version" in arguments):
         return parser
@@ -191,17 +190,16 @@ def add_command(
     return parser
 
 
-def _backends_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--all", action="store_true", help="show broken and blocked plugins too")
-    text = "print only the names of selectable backends, one per line"
-    parser.add_argument("--names", action="store_true", help=text)
-
-
-def _completion_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="bash, zsh or fish")
-
-
-def _explain_options(parser: argparse.ArgumentParser) -> None:
+def _add_options(command: str, parser: argparse.ArgumentParser) -> None:
+    """Add the options of one of core's own commands."""
+    if command == "backends":
+        parser.add_argument("--all", action="store_true", help="show broken and blocked plugins too")
+        text = "print only the names of selectable backends, one per line"
+        parser.add_argument("--names", action="store_true", help=text)
+    if command == "completion":
+        parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="bash, zsh or fish")
+    if command != "explain":
+        return
     text = "a config.json, a folder that contains one, or tiny:NAME"
     parser.add_argument("--model", required=True, metavar="CONFIG", help=text)
     text = "engine of a bridge: vllm, sglang or transformers (default: ours)"
@@ -252,20 +250,14 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend-option", action="append", default=[], metavar="NAME.KEY=VALUE", help=text)
 
 
-OWN: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None] | None]] = {
-    "backends": ("List the installed backends: what each supports, and whether it is usable here.", _backends_options),
-    "plugins": ("List the installed packages that provide backends, commands and hosts.", None),
-    "explain": (
-        "Show the backend that each role gets for a model, and every reason against every candidate.",
-        _explain_options,
-    ),
-    "doctor": (
-        "Report on Python, torch, devices, kernel libraries, plugins and caches. Always prints, never fails.",
-        None,
-    ),
-    "completion": ("Print a completion script for a shell.", _completion_options),
+OWN = {
+    "backends": "List the installed backends: what each supports, and whether it is usable here.",
+    "plugins": "List the installed packages that provide backends, commands and hosts.",
+    "explain": "Show the backend that each role gets for a model, and every reason against every candidate.",
+    "doctor": "Report on Python, torch, devices, kernel libraries, plugins and caches. Always prints, never fails.",
+    "completion": "Print a completion script for a shell.",
 }
-"""Core's own commands: the help text, and a function that adds options. Module ``NAME`` has ``run(parsed)``."""
+"""Core's own commands with their help texts. Module ``NAME`` has ``run(parsed)``."""
 
 
 def main() -> None:

@@ -15,8 +15,7 @@ from attnplug.declare.model import ModelSpec
 from attnplug.declare.options import split_settings
 from attnplug.declare.problem import DType, ExtendPath, GraphLevel, Problem, Role, model_dtype, sorted_levels
 from attnplug.registry.hosts import load_host
-from attnplug.registry.models import load_model
-from attnplug.registry.registry import Registry, load_registry
+from attnplug.registry.registry import Registry, load_model, load_registry
 from attnplug.registry.select import explain
 from attnplug.registry.selection import BackendRequest, RoleChoice, explanation, unrelated_candidates
 

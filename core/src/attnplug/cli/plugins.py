@@ -12,7 +12,7 @@ from attnplug.cli.app import command_claims, command_conflict
 from attnplug.cli.backends import listing
 from attnplug.cli.output import table, warn_of_plugins
 from attnplug.declare.spec import Source
-from attnplug.hf.tiny import TINY
+from attnplug.hf.config_keys import TINY
 from attnplug.registry.hosts import GROUP
 from attnplug.registry.loading import find_entry_points
 from attnplug.registry.registry import Registry, load_registry

@@ -142,6 +142,9 @@ def _refuse_invariance(levels: frozenset[str], problem: Problem, roles: Collecti
     return Refusal(RefusalCode.INVARIANCE, message, requested, claimed, Setting.BATCH_INVARIANT)
 
 
+_set = partial(declared, weaker=frozenset.intersection, within=frozenset.issubset)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claims:
     """Properties of a built backend that callers may rely on.
@@ -162,24 +165,13 @@ class Claims:
     )
     needs_cpu_seq_lens: bool = declared(boolean, True, weaker=operator.or_, within=operator.ge, refuse=_refuse_bounds)
     """Planning reads exact lengths on the CPU; upper bounds do not suffice."""
-    mla_extend: frozenset[ExtendPath] = declared(
-        members_of(ExtendPath),
-        frozenset({ExtendPath.ABSORBED}),
-        weaker=frozenset.intersection,
-        within=frozenset.issubset,
-    )
+    mla_extend: frozenset[ExtendPath] = _set(members_of(ExtendPath), frozenset({ExtendPath.ABSORBED}))
     """Supported MLA extend paths (C1)."""
-    extras: frozenset[str] = declared(names, frozenset(), weaker=frozenset.intersection, within=frozenset.issubset)
+    extras: frozenset[str] = _set(names, frozenset())
     """Supported fields of ``ForwardExtras``."""
     trees: bool = declared(boolean, False, weaker=operator.and_, within=operator.le, refuse=_refuse_trees)
     """Draft trees (``Geometry.tree``) are verified as well as chains, on layers without a sliding window."""
-    invariant: frozenset[str] = declared(
-        invariance_levels,
-        frozenset(),
-        weaker=frozenset.intersection,
-        within=frozenset.issubset,
-        refuse=_refuse_invariance,
-    )
+    invariant: frozenset[str] = _set(invariance_levels, frozenset(), refuse=_refuse_invariance)
     """Levels of ``INVARIANCE`` that hold if they were requested when the backend was built (E3)."""
 
     def __post_init__(self) -> None:

@@ -16,9 +16,8 @@ from pathlib import Path
 
 from attnplug.declare.errors import UsageError
 from attnplug.declare.model import ModelSpec
-from attnplug.hf.config_keys import Config, ModelConfigError, read_json_object, show
+from attnplug.hf.config_keys import TINY, TINY_CONFIGS, Config, ModelConfigError, read_json_object, show
 from attnplug.hf.model_layers import READERS, read_layers
-from attnplug.hf.tiny import TINY, TINY_CONFIGS
 
 UNBOUNDED_CONTEXT = 1 << 20
 """Context length of a model whose config sets no limit (Mamba-2 has no positions)."""

@@ -1,4 +1,7 @@
-"""Registry of everything that installed plugins provide (D1, D2). Entry points are the only list of names."""
+"""Registry of everything that installed plugins provide (D1, D2). Entry points are the only list of names.
+
+Models are references to configs, or tiny ones of plugins.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,12 @@ from attnplug.declare.errors import (
 )
 from attnplug.declare.installed import factory_refusal
 from attnplug.declare.kv_format import BUILT_IN, KVFormat, WorkspaceKind
+from attnplug.declare.model import ModelSpec
 from attnplug.declare.problem import DType
 from attnplug.declare.reading import of_type
 from attnplug.declare.spec import Provided, Registered, Source
 from attnplug.declare.version import contract_problem
+from attnplug.hf.config_keys import TINY, TINY_CONFIGS, ModelConfigError
 from attnplug.machine.hardware import CPU, CUDA
 from attnplug.registry.loading import Broken, Loaded, canonical_name, find_entry_points, load_plugin
 
@@ -259,3 +264,36 @@ def _unique(title: str, label: str, claims: Iterable[tuple[str, Claim]], broken:
                 contract = one.spec.contract if isinstance(one, Registered) else None
                 broken.append(Broken(label.format(name), one.source, error, contract))
     return unique
+
+
+def load_model(reference: str, registry: Registry | None = None) -> ModelSpec:
+    """Read a model's config. ``reference`` is ``tiny:NAME``, a ``config.json`` or the folder that contains one.
+
+    Raises ModelConfigError for anything that cannot be read. ``registry`` defaults to the installed plugins. Example::
+
+        load_model("tiny:deepseek_v3").layers[0].mla
+    """
+    from attnplug.hf.model_config import model_from_config, read_model  # not at the top: start-up without it is faster
+
+    if reference.startswith(TINY):
+        return model_from_config(tiny_config(reference, registry), reference)
+    return read_model(reference)
+
+
+def tiny_config(reference: str, registry: Registry | None = None) -> Mapping[str, object]:
+    """Return the config of ``tiny:NAME``. Raises ModelConfigError with the known names."""
+    name = reference.removeprefix(TINY)
+    if registry is None:
+        if name in TINY_CONFIGS:  # core keeps its names, so no plugin needs to be loaded
+            return TINY_CONFIGS[name]
+        registry = load_registry()
+    if name in registry.tiny_models:
+        return registry.tiny_models[name].value
+    faults = [str(fault) for fault in registry.broken if fault.name == reference]
+    if faults:
+        raise PluginError(f"the model {reference!r} cannot be used:\n" + "\n".join(f"  {fault}" for fault in faults))
+    near = difflib.get_close_matches(name, registry.tiny_models, n=2)
+    meant = f"did you mean {' or '.join(TINY + match for match in near)}? " if near else ""
+    known = ", ".join(TINY + known for known in registry.tiny_models)
+    broken = "; 'attnplug backends' reports the broken plugins, which may provide more" if registry.broken else ""
+    raise ModelConfigError(f"{reference!r} is not a built-in model; {meant}known: {known}{broken}", reference)

@@ -10,7 +10,7 @@ from attnplug.declare.kv_format import BUILT_IN, SCRATCH, KVFormat, WorkspaceKin
 from attnplug.declare.model import AttentionKind, Feature
 from attnplug.declare.problem import INVARIANCE, CacheLayout, DType, ExtendPath, Role
 from attnplug.declare.spec import BackendSpec
-from attnplug.hf.tiny import TINY_CONFIGS
+from attnplug.hf.config_keys import TINY_CONFIGS
 from attnplug.machine.hardware import CPU, CUDA
 from attnplug.registry.loading import hookimpl
 
