@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnplug.contract.backend import AttentionBackend, ForwardExtras, bind_optional_hook, hook_signatures
-from attnplug.contract.batch import BackendId, ForwardBatch, Plan, describe_result
+from attnplug.contract.batch import ForwardBatch, Plan, describe_result
 from attnplug.contract.context import BackendContext
 from attnplug.contract.inputs import check_selected
 from attnplug.declare.errors import BackendError, PlanError, PoolError
@@ -210,26 +210,21 @@ def bind_forward(holder: object, attribute: str, backend: AttentionBackend, name
         if layer.layer_id in checked:
             setattr(owner(), attribute, method)
         elif result is not None or name != "forward_delta":  # which may leave a batch to its parts
-            if problem := _problem(result, *_EXPECTED[name](*args), getattr(kwargs.get("extras"), "out", None)):
-                who = _planner(args, layer) or backend.backend_id
+            (shape, like), out = _EXPECTED[name](*args), getattr(kwargs.get("extras"), "out", None)
+            wanted, problem = f"{like.dtype} of shape {shape} on {like.device}", ""
+            if not isinstance(result, Tensor) or describe_result(result) != wanted:
+                problem = f"{describe_result(result)}; it must return {wanted}"
+            elif out is not None and result.data_ptr() != out.data_ptr():
+                problem = (
+                    "other memory than extras.out, which it was given and claims; it must write to it and return it"
+                )
+            if problem:
+                plans = [each for each in args if isinstance(each, Plan)]
+                plans += [each.plan.attention for each in args if isinstance(each, ForwardBatch) and each.plan]
+                # A wrapper's plan has a planner for each kind of layer.
+                who = plans[0].planners()[-1 if layer.kind.is_linear else 0] if plans else backend.backend_id
                 raise BackendError(f"{name} of {who.label} returned {problem} (layer {layer.layer_id})")
             checked.add(layer.layer_id)
         return result
 
     return first_results
-
-
-def _problem(result: object, shape: tuple[int, ...], like: Tensor, out: Tensor | None) -> str:
-    found, wanted = describe_result(result), f"{like.dtype} of shape {shape} on {like.device}"
-    if not isinstance(result, Tensor) or found != wanted:
-        return f"{found}; it must return {wanted}"
-    if out is not None and result.data_ptr() != out.data_ptr():
-        return "other memory than extras.out, which it was given and claims; it must write to it and return it"
-    return ""
-
-
-def _planner(args: tuple[Any, ...], layer: LayerSpec) -> BackendId | None:
-    """Return the backend that ran a layer. A wrapper's plan has one for each kind of layer."""
-    plans = [each for each in args if isinstance(each, Plan)]
-    plans += [each.plan.attention for each in args if isinstance(each, ForwardBatch) and each.plan is not None]
-    return plans[0].planners()[-1 if layer.kind.is_linear else 0] if plans else None

@@ -294,27 +294,21 @@ def _run(parsed: argparse.Namespace) -> int:
     except (AttnplugError, KeyboardInterrupt, interrupt.Terminated):
         raise
     except BaseException as error:
-        if (fault := _plugin_fault(error)) is None:
-            raise
-        raise fault from error
+        packages: dict[str, Source] = {}  # top-level packages and modules of each plugin's target and distribution
+        for point in find_entry_points()[0]:
+            with contextlib.suppress(Exception):  # a damaged installation
+                files = point.dist.files or [] if point.dist is not None else []
+                owned = {point.module.partition(".")[0], *(file.parts[0].removesuffix(".py") for file in files)}
+                packages |= dict.fromkeys(owned, Source.of(point))
+        for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+            source = packages.get(str(frame.f_globals.get("__name__")).partition(".")[0])
+            if source is not None and not source.embedded:
+                place = f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_name}"
+                text = f"plugin {source.entry_point} ({source}) failed at {place}: {describe_error(error)}"
+                raise PluginError(text) from error
+        raise
 
 
 def _discard_output() -> None:
     """Redirect standard output to null, because Python flushes it again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _plugin_fault(error: BaseException) -> PluginError | None:
-    """Return a PluginError that names the plugin whose code raised ``error``, or None if none did."""
-    packages: dict[str, Source] = {}  # top-level packages and modules of each plugin's target and distribution
-    for point in find_entry_points()[0]:
-        with contextlib.suppress(Exception):  # a damaged installation
-            files = point.dist.files or [] if point.dist is not None else []
-            owned = {point.module.partition(".")[0], *(file.parts[0].removesuffix(".py") for file in files)}
-            packages |= dict.fromkeys(owned, Source.of(point))
-    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        source = packages.get(str(frame.f_globals.get("__name__")).partition(".")[0])
-        if source is not None and not source.embedded:
-            place = f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_name}"
-            return PluginError(f"plugin {source.entry_point} ({source}) failed at {place}: {describe_error(error)}")
-    return None

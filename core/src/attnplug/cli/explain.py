@@ -28,6 +28,9 @@ def request_of(parsed: argparse.Namespace) -> BackendRequest:
 def problem_of(parsed: argparse.Namespace, model: ModelSpec, registry: Registry) -> Problem:
     """Return the problem that the options describe. Without ``--cuda-graph``, backends run in graphs if they can."""
     device, processor = target_device(parsed.device, parsed.sm, registry)
+    levels = {level.name.lower(): level for level in GraphLevel}
+    if parsed.cuda_graph is not None and parsed.cuda_graph.lower() not in levels:
+        raise UsageError(f"--cuda-graph {parsed.cuda_graph!r} is unknown; use one of {', '.join(levels)}")
     dtype = DType.parse(parsed.dtype, Setting.DTYPE) if parsed.dtype is not None else model_dtype(model)
     if parsed.speculative_topk > 1 and not parsed.speculative_tokens:
         raise UsageError(
@@ -43,7 +46,7 @@ def problem_of(parsed: argparse.Namespace, model: ModelSpec, registry: Registry)
         kv_dtype=dtype if parsed.kv_dtype is None else registry.kv_format(parsed.kv_dtype).name,
         index_dtype=parsed.index_dtype and registry.kv_format(parsed.index_dtype, Setting.INDEX_DTYPE, "index").name,
         page_size=parsed.page_size,
-        cuda_graph=GraphLevel.NEVER if parsed.cuda_graph is None else graph_level(parsed.cuda_graph),
+        cuda_graph=GraphLevel.NEVER if parsed.cuda_graph is None else levels[parsed.cuda_graph.lower()],
         wants_graphs=registry.device(device).graphs is not None and parsed.cuda_graph is None,
         wants_prefill_graphs=True,
         speculative_tokens=parsed.speculative_tokens,
@@ -70,13 +73,6 @@ def target_device(device: str | None, sm: int | None, registry: Registry) -> tup
             "give the target's --sm (90 for an H100 or H200, 100 for a B200)"
         )
     return name, found[0] if found else Processor(name)
-
-
-def graph_level(text: str) -> GraphLevel:
-    levels = {level.name.lower(): level for level in GraphLevel}
-    if text.lower() not in levels:
-        raise UsageError(f"--cuda-graph {text!r} is unknown; use one of {', '.join(levels)}")
-    return levels[text.lower()]
 
 
 def run(parsed: argparse.Namespace) -> int:

@@ -341,7 +341,11 @@ def _signature(hook: Hook) -> inspect.Signature:
 
 def _arguments(signature: inspect.Signature, offered: Sequence[str], hook: str) -> tuple[list[str], list[str]]:
     """Return the arguments of a call to the hook as source (``["a", "c=c"]``), and the offered names it omits."""
-    sources = _sources(signature, offered)
+    named = [p for p in signature.parameters.values() if p.kind in (*_POSITIONAL, Parameter.KEYWORD_ONLY)]
+    sources = {parameter.name: parameter.name for parameter in named if parameter.name in offered}
+    first = next((p.name for p in named if p.kind in _POSITIONAL and p.name not in sources), None)
+    if first is not None and offered and offered[0] not in sources:
+        sources[first] = offered[0]  # the subject, whatever its name
     left = [name for name in offered if name not in sources.values()]
     takes_names = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     positional: list[str] = []
@@ -369,17 +373,6 @@ def _arguments(signature: inspect.Signature, offered: Sequence[str], hook: str) 
             left += [sources[parameter.name]] if parameter.name in sources else []
             gap = gap or parameter.kind in _POSITIONAL
     return positional + keywords, left
-
-
-def _sources(signature: inspect.Signature, offered: Sequence[str]) -> dict[str, str]:
-    """Map parameters to the offered values they receive: ``{parameter: offered name}``."""
-    parameters = [p for p in signature.parameters.values() if p.kind in (*_POSITIONAL, Parameter.KEYWORD_ONLY)]
-    sources = {parameter.name: parameter.name for parameter in parameters if parameter.name in offered}
-    if offered and offered[0] not in sources:
-        unmatched = (p.name for p in parameters if p.kind in _POSITIONAL and p.name not in sources)
-        if (first := next(unmatched, None)) is not None:
-            sources[first] = offered[0]
-    return sources
 
 
 def _adapter(hook: Hook, arguments: list[str], offered: Sequence[str]) -> Hook:

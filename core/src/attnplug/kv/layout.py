@@ -200,7 +200,12 @@ def page_views(
                 _check(size == sum(widths), tensor, layout, what, f"(kv dim) is {size}, not {sum(widths)}")
                 view, names_here = view.narrow(place, sum(widths[:part]), width), ("dim",)
             else:
-                _check_size(size, names_here, sizes, tensor, layout, what)
+                wanted, shown = math.prod(sizes.get(name, 1) for name in names_here), " × ".join(names_here)
+                if "pages" not in names_here:
+                    _check(size == wanted, tensor, layout, what, f"{shown} is {size}, not {wanted}")
+                else:
+                    multiple = f", not a multiple of {wanted}" if size else ""
+                    _check(size > 0 and size % wanted == 0, tensor, layout, what, f"{shown} is {size}{multiple}")
                 view = view.unflatten(place, [sizes.get(name, -1) for name in names_here])
             names += names_here
         if "kv" in names:
@@ -215,27 +220,9 @@ def page_views(
     return views
 
 
-def _check_size(
-    size: int, names: tuple[str, ...], sizes: Mapping[str, int], tensor: Tensor, layout: str, what: str
-) -> None:
-    wanted, shown = math.prod(sizes.get(name, 1) for name in names), " × ".join(names)
-    if "pages" not in names:
-        _check(size == wanted, tensor, layout, what, f"{shown} is {size}, not {wanted}")
-    else:
-        multiple = f", not a multiple of {wanted}" if size else ""
-        _check(size > 0 and size % wanted == 0, tensor, layout, what, f"{shown} is {size}{multiple}")
-
-
 def _check(fits: bool, tensor: Tensor, layout: str, what: str, difference: str) -> None:
     if not fits:
         raise PoolError(f"{what} of shape {list(tensor.shape)} is not {layout!r} for this layer: {difference}")
-
-
-def foreign_pages(pages: Tensor, stored: torch.dtype, format: str, what: str) -> Tensor:
-    """View a host's memory in the dtype that a cache in ``format`` stores. A dtype of one byte may come as another."""
-    if pages.dtype != stored and (pages.element_size() > 1 or stored.itemsize > 1):
-        raise PoolError(f"{what} of type {pages.dtype} cannot be a cache in {format}; give {stored}")
-    return pages.view(stored)
 
 
 def check_together(pages: Mapping[str, Tensor]) -> None:

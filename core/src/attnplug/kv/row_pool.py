@@ -23,7 +23,7 @@ from attnplug.kv.buffer import (
     separate_views,
     torch_dtype,
 )
-from attnplug.kv.layout import LayoutName, PageLayout, check_together, foreign_pages, page_views
+from attnplug.kv.layout import LayoutName, PageLayout, check_together, page_views
 
 T = TypeVar("T")
 Scales: TypeAlias = float | tuple[float, ...]
@@ -224,7 +224,10 @@ class PagedPool:
                     for tensor, width, name in zip(given, widths, names, strict=True)
                 ]
             for name, form, view in zip(names, forms, views, strict=True):
-                pages[name] = foreign_pages(view, form.stored, str(dtype), name)
+                stored = form.stored  # a dtype of one byte may come as another
+                if view.dtype != stored and (view.element_size() > 1 or stored.itemsize > 1):
+                    raise PoolError(f"{name} of type {view.dtype} cannot be a cache in {dtype}; give {stored}")
+                pages[name] = view.view(stored)
             held[layer_id] = tuple(form.wrap(pages[name]) for name, form in zip(names, forms, strict=True))
         check_together(pages)
         pool = cls.__new__(cls)

@@ -179,11 +179,21 @@ def load_registry(
     ]
     devices = [(spec.name, Provided(spec, plugin.source)) for plugin in loaded for spec in plugin.devices]
     formats = [(format.name, Provided(format, plugin.source)) for plugin in loaded for format in plugin.kv_formats]
+    backends: list[tuple[str, Registered]] = []
+    for spec, source in ((spec, plugin.source) for plugin in loaded for spec in plugin.backends):
+        if (problem := contract_problem(spec.contract, source.distribution)) is None:
+            backends.append((spec.name, Registered(spec, source)))
+        else:
+            broken.append(Broken(spec.name, source, problem, str(spec.contract)[:20]))
+    # Plugins that declare equal kinds share one; core's own has priority, because the last one is kept.
+    core_last = sorted(loaded, key=lambda plugin: plugin.source.embedded)
+    kinds = {kind: Provided(kind, plugin.source) for plugin in core_last for kind in plugin.workspace_kinds}
     kind_title = "the workspace kind {!r} (zeroed by one, not by the other)"
+    named_kinds = [(kind.name, provided) for kind, provided in kinds.items()]
     registry = Registry(
-        backends=_unique("the name {!r}", "{}", _backends(loaded, broken), broken),
+        backends=_unique("the name {!r}", "{}", backends, broken),
         kv_formats=_unique("the KV format {!r}", "KV format {}", formats, broken),
-        workspace_kinds=_unique(kind_title, "workspace kind {}", _kinds(loaded), broken),
+        workspace_kinds=_unique(kind_title, "workspace kind {}", named_kinds, broken),
         devices=_unique("the device {!r}", "device {}", devices, broken),
         table_folders=tuple(Provided(folder, plugin.source) for plugin in loaded for folder in plugin.rankings),
         tiny_models=_unique("the name 'tiny:{}'", "tiny:{}", models, broken),
@@ -214,26 +224,6 @@ def installed_format(name: str) -> KVFormat:
 def _raise_faults(faults: Collection[str]) -> None:
     if faults:
         raise PluginError(f"{STRICT_VARIABLE} is set and plugins are broken:\n" + "\n".join(f"  {f}" for f in faults))
-
-
-def _backends(loaded: Iterable[Loaded], broken: list[Broken]) -> list[tuple[str, Registered]]:
-    """Return backends with a compatible contract, with their names. Append the others to ``broken``."""
-    found = []
-    for plugin in loaded:
-        for spec in plugin.backends:
-            problem = contract_problem(spec.contract, plugin.source.distribution)
-            if problem is None:
-                found.append((spec.name, Registered(spec, plugin.source)))
-            else:
-                broken.append(Broken(spec.name, plugin.source, problem, str(spec.contract)[:20]))
-    return found
-
-
-def _kinds(loaded: Iterable[Loaded]) -> list[tuple[str, Provided[WorkspaceKind]]]:
-    """Return workspace kinds with their names. Plugins that declare equal kinds share one; core's own has priority."""
-    core_last = sorted(loaded, key=lambda plugin: plugin.source.embedded)  # the last one is kept
-    kinds = {kind: Provided(kind, plugin.source) for plugin in core_last for kind in plugin.workspace_kinds}
-    return [(kind.name, provided) for kind, provided in kinds.items()]
 
 
 def _unique(title: str, label: str, claims: Iterable[tuple[str, Claim]], broken: list[Broken]) -> dict[str, Claim]:

@@ -72,7 +72,13 @@ def explain(
         )
     multiple = math.lcm(problem.model.page_multiple, 1 if format is None else format.page_multiple)
     chosen = [choice.chosen for choice in choices.values() if choice.chosen is not None]
-    page_size = _page_size(problem, chosen, multiple)
+    page_size = problem.page_size
+    if page_size is None and chosen:  # a multiple of ``multiple`` that all chosen backends support
+        common = reduce(PageSizes.intersection, (backend.spec.capabilities.page_sizes for backend in chosen))
+        page_size = math.lcm(DEFAULT_PAGE_SIZE, multiple)
+        if common.kernel_size(page_size) is None:
+            assert common.kernel is not None
+            page_size = math.lcm(min(common.kernel), multiple)
     for role, choice in choices.items():
         if choice.schedule is not None and page_size is not None:
             able = [b for b in choice.serving if b.spec.capabilities.page_sizes.kernel_size(page_size) is not None]
@@ -197,17 +203,6 @@ def _why_unneeded(role: Role, problem: Problem) -> str:
         Role.DRAFT: f"speculation is off (`{Setting.SPECULATIVE_TOKENS}` turns it on)",
     }
     return reasons.get(role, "the model has no full-attention layer")
-
-
-def _page_size(problem: Problem, chosen: list[Registered], multiple: int) -> int | None:
-    """Return the requested page size, or a multiple of ``multiple`` that all chosen backends support."""
-    if problem.page_size is not None or not chosen:
-        return problem.page_size
-    common = reduce(PageSizes.intersection, (backend.spec.capabilities.page_sizes for backend in chosen))
-    if common.kernel_size(default := math.lcm(DEFAULT_PAGE_SIZE, multiple)) is not None:
-        return default
-    assert common.kernel is not None
-    return math.lcm(min(common.kernel), multiple)
 
 
 def _restricted(choice: RoleChoice, able: list[Registered], need: str) -> RoleChoice:
