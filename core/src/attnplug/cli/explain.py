@@ -27,7 +27,19 @@ def request_of(parsed: argparse.Namespace) -> BackendRequest:
 
 def problem_of(parsed: argparse.Namespace, model: ModelSpec, registry: Registry) -> Problem:
     """Return the problem that the options describe. Without ``--cuda-graph``, backends run in graphs if they can."""
-    device, processor = target_device(parsed.device, parsed.sm, registry)
+    device, processor = "cuda", Processor("", parsed.sm or 0)  # the requested one, which may be absent
+    if parsed.sm is None:
+        device = ("cuda" if registry.processors("cuda") else "cpu") if parsed.device is None else parsed.device
+        registry.device(device)  # an unknown one is an error
+        found = registry.processors(device)
+        processor = found[0] if found else Processor(device)
+        if device == "cuda" and not found:
+            raise UsageError(
+                "--device cuda is requested, but this machine has no CUDA device; "
+                "give the target's --sm (90 for an H100 or H200, 100 for a B200)"
+            )
+    elif parsed.device not in (None, "cuda"):
+        raise UsageError(f"--sm {parsed.sm} names a GPU, but --device is {parsed.device}; leave one of them out")
     levels = {level.name.lower(): level for level in GraphLevel}
     if parsed.cuda_graph is not None and parsed.cuda_graph.lower() not in levels:
         raise UsageError(f"--cuda-graph {parsed.cuda_graph!r} is unknown; use one of {', '.join(levels)}")
@@ -56,23 +68,6 @@ def problem_of(parsed: argparse.Namespace, model: ModelSpec, registry: Registry)
         mla_extend=None if parsed.mla_extend is None else ExtendPath.parse(parsed.mla_extend),
         invariant=frozenset((parsed.batch_invariant or "").replace(",", " ").split()),
     )
-
-
-def target_device(device: str | None, sm: int | None, registry: Registry) -> tuple[str, Processor]:
-    """Return the device to explain for: the requested one, which may be absent, or the GPU or CPU of this machine."""
-    if sm is not None:
-        if device not in (None, "cuda"):
-            raise UsageError(f"--sm {sm} names a GPU, but --device is {device}; leave one of them out")
-        return "cuda", Processor("", sm)
-    name = ("cuda" if registry.processors("cuda") else "cpu") if device is None else device
-    registry.device(name)  # an unknown one is an error
-    found = registry.processors(name)
-    if not found and name == "cuda":
-        raise UsageError(
-            "--device cuda is requested, but this machine has no CUDA device; "
-            "give the target's --sm (90 for an H100 or H200, 100 for a B200)"
-        )
-    return name, found[0] if found else Processor(name)
 
 
 def run(parsed: argparse.Namespace) -> int:

@@ -103,22 +103,15 @@ def _latent_layers(config: Config) -> Layers:
     indexer = IndexerDims(config.integer("index_n_heads"), config.integer("index_head_dim"), topk)
     if indexer.head_dim < config.integer("qk_rope_head_dim"):
         raise config.wrong("index_head_dim", f"at least qk_rope_head_dim, {config.integer('qk_rope_head_dim')}")
-    return _indexed(config, dense, sparse, indexer)
-
-
-def _indexed(config: Config, dense: LayerSpec, sparse: Sequence[bool], indexer: IndexerDims) -> Layers:
-    """Return the layers. A sparse layer has its own index, or shares that of the closest earlier layer that has one."""
+    # A sparse layer has its own index, or shares that of the closest earlier layer that has one.
     layers, last = [], None
-    key, computing = _computes_index(config, len(sparse))
+    key, computing = _computes_index(config, count)
     for index, (is_sparse, computes) in enumerate(zip(sparse, computing, strict=True)):
-        if not is_sparse:
-            layers.append(dense)
-            continue
-        if computes:
-            last = index
-        elif last is None:
+        last = index if is_sparse and computes else last
+        if is_sparse and last is None:
             raise config.error(f"lets layer {index} share an index, but no earlier layer has one", key)
-        layers.append(replace(dense, indexer=indexer if computes else replace(indexer, shares=last)))
+        own = indexer if computes else replace(indexer, shares=last)
+        layers.append(replace(dense, indexer=own) if is_sparse else dense)
     return layers
 
 
