@@ -105,35 +105,6 @@ class Plan:
         return [planner.name for planner in self.planners()]
 
 
-def plan_to_run(plan: Plan | None, planner: BackendId, mode: ForwardMode, rows: int) -> Plan:
-    """Return the plan by which ``planner`` may run ``rows`` query rows in ``mode`` (B5).
-
-    Nothing else decides that. More rows than planned are allowed: the tail is padding, for which the caller returns
-    zeros and writes nothing. Raises PlanError for no plan, another planner, another mode, or fewer rows than planned.
-    """
-    if plan is None:
-        raise PlanError(f"backend {planner.name} was asked to run a batch that has no plan; plan the batch first")
-    found = plan.part_of(planner)
-    if found is None:
-        planners = plan.planner_names()
-        same = " (another instance of it)" if planner.name in planners else ""
-        raise PlanError(
-            f"backend {planner.name} was given a plan made by {' and '.join(planners)}{same}; "
-            f"plan the batch with the backend that runs it"
-        )
-    if found.mode is not mode or plan.mode is not mode:
-        planned = plan.mode if found.mode is mode else found.mode  # of the part, or of the wrapper's plan around it
-        raise PlanError(
-            f"backend {planner.name} was given a plan for mode {planned} and a batch in mode {mode}; plan it again"
-        )
-    if rows < found.query_rows:
-        raise PlanError(
-            f"backend {planner.name} was given {rows} query rows, but the plan is for {found.query_rows}; "
-            "the batch shrank after it was planned: plan it again"
-        )
-    return found
-
-
 def describe_result(value: object) -> str:
     """Describe what a plugin's method returned. Tensors are described, not printed: printing one may take seconds."""
     if isinstance(value, Tensor):
@@ -242,7 +213,7 @@ class ForwardBatch:
         return (record.batch_size, record.num_tokens) != (self.batch_size, self.num_tokens)
 
     def plan_for(self, planner: BackendId, rows: int, *, decode: bool | None = None) -> Plan:
-        """Return the plan by which ``planner`` may run ``rows`` query rows; see :func:`plan_to_run`.
+        """Return the plan by which ``planner`` may run ``rows`` query rows; see :meth:`check_plan`.
 
         ``decode`` is True if ``forward_decode`` asks, False if ``forward_extend`` asks, and ``None`` if both may. The
         result is remembered by planner, so a plan is checked once per batch and not in every layer. It is checked
@@ -266,11 +237,32 @@ class ForwardBatch:
         return found
 
     def check_plan(self, plan: Plan | None, planner: BackendId, rows: int) -> Plan:
-        """Return the part of ``plan`` by which ``planner`` may run ``rows`` query rows; see :func:`plan_to_run`.
+        """Return the part of ``plan`` by which ``planner`` may run ``rows`` query rows (B5). Nothing else decides that.
 
-        ``plan`` is part of this batch's plan. Raises PlanError too if the geometry was replaced after planning.
+        ``plan`` is part of this batch's plan. More rows than planned are allowed: the tail is padding, for which the
+        caller returns zeros and writes nothing. Raises PlanError for no plan, another planner, another mode, or fewer
+        rows than planned, and if the geometry was replaced after planning.
         """
-        found = plan_to_run(plan, planner, self.geometry.mode, rows)
+        if plan is None:
+            raise PlanError(f"backend {planner.name} was asked to run a batch that has no plan; plan the batch first")
+        found, mode = plan.part_of(planner), self.geometry.mode
+        if found is None:
+            planners = plan.planner_names()
+            same = " (another instance of it)" if planner.name in planners else ""
+            raise PlanError(
+                f"backend {planner.name} was given a plan made by {' and '.join(planners)}{same}; "
+                f"plan the batch with the backend that runs it"
+            )
+        if found.mode is not mode or plan.mode is not mode:
+            wrong = plan.mode if found.mode is mode else found.mode  # of the part, or of the wrapper's plan around it
+            raise PlanError(
+                f"backend {planner.name} was given a plan for mode {wrong} and a batch in mode {mode}; plan it again"
+            )
+        if rows < found.query_rows:
+            raise PlanError(
+                f"backend {planner.name} was given {rows} query rows, but the plan is for {found.query_rows}; "
+                "the batch shrank after it was planned: plan it again"
+            )
         planned = None if self.plan is None else self.plan.geometry
         if planned is not None and planned is not self.geometry:
             raise PlanError(
