@@ -130,7 +130,12 @@ class BackendSchedule:
 
     def describe(self, requests: int, tokens: int) -> str:
         """Format the length ranges for uniform requests and, if they differ, for ragged ones."""
-        uniform, ragged = (_describe(*self.length_ranges(requests, tokens, kind)) for kind in (False, True))
+        texts = []
+        for kind in (False, True):
+            ends, names = self.length_ranges(requests, tokens, kind)
+            words = [f"{name} up to {end} rows" for end, name in zip(ends, names[:-1], strict=False)]
+            texts.append(", ".join([*words, f"then {names[-1]}" if words else names[-1]]))
+        uniform, ragged = texts
         return uniform if uniform == ragged else f"{uniform}; of different lengths {ragged}"
 
     def expected(self, requests: int, length: int, tokens: int, ragged: bool = False) -> dict[str, float]:
@@ -235,11 +240,6 @@ def _place(query_lens: Sequence[int], kv_lens: Sequence[int]) -> tuple[int, ...]
 def _work(place: tuple[int, ...]) -> float:
     """Work in pairs, with rough shares of each row and of the launch."""
     return 2 ** (place[2] / 8) + 512 * 2 ** (place[1] / 8) + (1 << 19)
-
-
-def _describe(ends: Sequence[int], names: Sequence[str]) -> str:
-    words = [f"{name} up to {end} rows" for end, name in zip(ends, names[:-1], strict=False)]
-    return ", ".join([*words, f"then {names[-1]}" if words else names[-1]])
 
 
 def filled(times: Mapping[BatchPoint, float], points: Iterable[BatchPoint]) -> dict[BatchPoint, float]:

@@ -144,11 +144,8 @@ class MeasuredTable:
             raise PluginError(f"the table of {self.title} has {wrong}")
         object.__setattr__(self, "rows", rows)
         given = self.versions
-        if (
-            not isinstance(given, Mapping)
-            or not given
-            or not all(isinstance(t, str) for two in given.items() for t in two)
-        ):
+        texts = [*given, *given.values()] if isinstance(given, Mapping) else []
+        if not texts or not all(isinstance(text, str) for text in texts):
             problem = f"versions={given!r}; say what was measured: {{'torch': '2.11.0'}}"
             raise PluginError(f"the table of {self.title} has {problem}")
         object.__setattr__(self, "versions", dict(given))

@@ -23,7 +23,6 @@ from importlib import import_module
 from importlib_metadata import EntryPoint
 
 from attnplug.cli import output
-from attnplug.cli.output import shown_as_lines
 from attnplug.declare.errors import AttnplugError, PluginError, Refusal, Render, UsageError, describe_error
 from attnplug.declare.problem import INVARIANCE, ExtendPath, Role
 from attnplug.declare.spec import Source
@@ -124,7 +123,7 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.json:
         output.reserve_for_json()
     command: Callable[[argparse.Namespace], int] = parsed.command
-    with shown_as_lines():
+    with output.shown_as_lines():
         return command(parsed)
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from attnplug.cli import output
 from attnplug.cli.app import option, refusal_as_json
-from attnplug.cli.output import table, warn_of_plugins
 from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.errors import Refusal, RefusalCode
 from attnplug.declare.problem import GraphLevel, Problem
@@ -59,12 +58,12 @@ def run(parsed: argparse.Namespace) -> int:
     rows = list(listing(registry, every))
     columns = ("name", "distribution", "contract", "supports", "status")
     cells = [(row.name, str(row.source), row.contract or "", row.supports, row.text) for row in rows]
-    output.write([row.as_json() for row in rows], table(columns, cells), json=parsed.json)
+    output.write([row.as_json() for row in rows], output.table(columns, cells), json=parsed.json)
     hidden = [] if every else [(len(registry.broken), "broken"), (len(registry.blocked), "blocked")]
     counts = " and ".join(f"{count} {status}" for count, status in hidden if count)
     if counts:
         print(f"{counts} not shown; 'attnplug backends --all' shows them", file=sys.stderr)
-    warn_of_plugins(registry, broken=False)
+    output.warn_of_plugins(registry, broken=False)
     return 0
 
 

@@ -45,7 +45,7 @@ from attnplug.declare.installed import installed_version
 from attnplug.declare.spec import Source
 from attnplug.declare.version import CONTRACT_VERSION
 from attnplug.registry.loading import GROUP, canonical_name, find_entry_points
-from attnplug.registry.registry import ALLOW_VARIABLE, STRICT_VARIABLE, Registry, load_registry
+from attnplug.registry.registry import ALLOW_VARIABLE, STRICT_VARIABLE, load_registry
 
 Findings = dict[str, Any]
 TIMEOUT_SECONDS = 120.0
@@ -288,6 +288,13 @@ def plugin_answer() -> Findings:
     for name, text in texts:
         findings[name] = f"{findings[name]}\n{text}" if name in findings else text
     usable = [row for row in rows if row.status == "usable"]
+
+    def table_states() -> Findings:
+        """Return the state of each file of measured tables for this machine, and of each plugin's tables."""
+        here = [found[0] for device in registry.devices if (found := registry.processors(device))]
+        states = dict(state for processor in here for state in file_states(registry, processor).items())
+        return states or {"of this user": f"none in {cache_folder()}; 'attnplug tune' measures"}
+
     return {
         "findings": findings,
         "factories": {row.name: registry.backends[row.name].spec.factory for row in usable},
@@ -298,20 +305,13 @@ def plugin_answer() -> Findings:
                 for name, device in registry.devices.items()
             }
         ),
-        "tables": _guarded(partial(_table_states, registry)),
+        "tables": _guarded(table_states),
     }
 
 
 def _probed(probed: Future[Findings], part: str) -> Findings:
     answer = probed.result()
     return answer if "failed" in answer else answer[part]
-
-
-def _table_states(registry: Registry) -> Findings:
-    """Return the state of each file of measured tables for this machine, and of each plugin's tables."""
-    processors = [found[0] for device in registry.devices if (found := registry.processors(device))]
-    states = [f for processor in processors for f in file_states(registry, processor).items()]
-    return dict(states) or {"of this user": f"none in {cache_folder()}; 'attnplug tune' measures"}
 
 
 def _folder_state(folder: Path) -> str:

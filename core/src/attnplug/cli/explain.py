@@ -8,7 +8,6 @@ from dataclasses import fields, replace
 from attnplug.auto.ranking import default_ranking
 from attnplug.cli import output
 from attnplug.cli.app import refusal_as_json
-from attnplug.cli.output import warn_of_plugins
 from attnplug.declare.device import Processor
 from attnplug.declare.errors import Render, Setting, UsageError
 from attnplug.declare.model import ModelSpec
@@ -78,7 +77,7 @@ def run(parsed: argparse.Namespace) -> int:
         )
     registry, request = load_registry(), request_of(parsed)
     problem = problem_of(parsed, load_model(parsed.model, registry), registry)
-    warn_of_plugins(registry)
+    output.warn_of_plugins(registry)
     render, per_batch, refusals, host = parsed.render, True, [], {}
     if parsed.host is not None:
         spec, bridge = load_host(parsed.host)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from attnplug.cli import output
 from attnplug.cli.app import command_claims, command_conflict
 from attnplug.cli.backends import listing
-from attnplug.cli.output import table, warn_of_plugins
 from attnplug.declare.spec import Source
 from attnplug.hf.config_keys import TINY
 from attnplug.registry.hosts import GROUP
@@ -45,16 +44,14 @@ def run(parsed: argparse.Namespace) -> int:
     items.sort(key=lambda item: (not item.source.embedded, str(item.source), item.kind, item.name))
     if parsed.json:
         packages = []
-        for (name, version), provided in groupby(
-            items, key=lambda each: (each.source.distribution, each.source.version)
-        ):
+        for (name, version), provided in groupby(items, lambda each: (each.source.distribution, each.source.version)):
             brings = [{"kind": i.kind, "name": i.name, "status": i.status, "text": i.text} for i in provided]
             packages.append({"distribution": name, "version": version, "brings": brings})
         output.write_json({"installed": packages})
     else:
         cells = [(str(item.source), f"{item.kind} {item.name}", item.text) for item in items]
-        print(table(("installed", "brings", "status"), cells))
-    warn_of_plugins(registry, broken=False)
+        print(output.table(("installed", "brings", "status"), cells))
+    output.warn_of_plugins(registry, broken=False)
     return 0
 
 

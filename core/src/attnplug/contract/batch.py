@@ -6,7 +6,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -34,8 +34,7 @@ class BackendId:
         return f"<backend {self.name} at {id(self):#x}>"
 
 
-@dataclass(frozen=True, slots=True)
-class PlanRecord:
+class PlanRecord(NamedTuple):
     """Shapes for which a batch was planned outside the forward path (B1)."""
 
     batch_size: int

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 from attnplug.declare.errors import PluginError, Refusal, RefusalCode, Setting
 from attnplug.declare.kv_format import PLAIN_FORMATS
@@ -204,8 +204,7 @@ def _shown(value: Any) -> str:
     return value.name if isinstance(value, GraphLevel) else str(value)
 
 
-@dataclass(frozen=True, slots=True)
-class CombinedClaims:
+class CombinedClaims(NamedTuple):
     """Weakest claims of several children."""
 
     claims: Claims

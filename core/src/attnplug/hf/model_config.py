@@ -45,20 +45,14 @@ KNOWN_TYPES = tuple(sorted(READERS.keys() | _CLASS_DEFAULTS.keys()))
 
 def read_model(reference: str) -> ModelSpec:
     """Read the config at ``reference``, a file or folder. Raises ModelConfigError for any failure."""
-    path = _config_path(reference)
-    try:
-        values = read_json_object(path)
-    except UsageError as error:
-        raise ModelConfigError(str(error), str(path)) from error
-    return model_from_config(values, Path(os.path.abspath(path)).parent.name or str(path), str(path))
-
-
-def _config_path(reference: str) -> Path:
     path = Path(reference)
-    if reference and os.path.isdir(path):
-        inside = path / "config.json"
-        if os.path.lexists(inside):
-            return inside
+    if not reference or not os.path.lexists(path):
+        raise ModelConfigError(
+            f"{reference!r} does not exist; give a config.json, a folder that contains one (nothing is downloaded), "
+            f"or a built-in model: {', '.join(TINY + known for known in TINY_CONFIGS)}",
+            reference,
+        )
+    if os.path.isdir(path) and not os.path.lexists(path / "config.json"):
         close = list[str]()  # files that the user may have meant: other JSON files, and a config.json one level down
         with suppress(OSError):
             entries = sorted(path.iterdir())
@@ -72,13 +66,12 @@ def _config_path(reference: str) -> Path:
             f"the folder {reference!r} contains no config.json{has}; give the folder of a Hugging Face checkpoint",
             reference,
         )
-    if not reference or not os.path.lexists(path):
-        raise ModelConfigError(
-            f"{reference!r} does not exist; give a config.json, a folder that contains one (nothing is downloaded), "
-            f"or a built-in model: {', '.join(TINY + known for known in TINY_CONFIGS)}",
-            reference,
-        )
-    return path
+    path = path / "config.json" if os.path.isdir(path) else path
+    try:
+        values = read_json_object(path)
+    except UsageError as error:
+        raise ModelConfigError(str(error), str(path)) from error
+    return model_from_config(values, Path(os.path.abspath(path)).parent.name or str(path), str(path))
 
 
 def text_model_config(values: Mapping[str, object], source: str) -> Config:

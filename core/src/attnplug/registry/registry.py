@@ -1,6 +1,6 @@
-"""Registry of everything that installed plugins provide (D1, D2). Entry points are the only list of names.
+"""Registry of everything that installed plugins provide (D1, D2), and models by reference.
 
-Models are references to configs, or tiny ones of plugins.
+Entry points are the only list of names.
 """
 
 from __future__ import annotations

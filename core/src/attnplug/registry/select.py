@@ -134,11 +134,8 @@ class _Chooser:
             ranked_as = role if self._paired_role(role) is None else Role.DECODE  # one ranking for both roles
             failing = self.ranking.failures(usable, ranked_as, self.problem)
             if others := [backend for backend in usable if backend.spec.name not in failing]:
-                found = ((c, failing.get(c.backend.spec.name)) for c in candidates)
-                usable, candidates = (
-                    others,
-                    tuple(c if f is None else replace(c, refusals=(*c.refusals, f)) for c, f in found),
-                )
+                usable, found = others, [(c, failing.get(c.backend.spec.name)) for c in candidates]
+                candidates = tuple(c if f is None else replace(c, refusals=(*c.refusals, f)) for c, f in found)
             able = usable
             if self.problem.wants_graphs and self.problem.device != "cpu" and ranked_as in _CAPTURED:
                 # A higher level would be a requirement, which all usable ones meet.

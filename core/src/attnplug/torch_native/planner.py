@@ -99,7 +99,26 @@ def plan_groups(geometry: Geometry) -> tuple[Tensor, tuple[Group, ...]]:
 
     Requests are grouped by query length, then by similar KV length.
     """
-    members = _memberships(geometry)
+    kv_lens, by_queries = geometry.kv_lens, {}
+    if geometry.new_lens is None and geometry.rows:  # as in every decode step
+        by_queries[geometry.max_new] = list(range(geometry.requests))
+    else:
+        for request, queries in enumerate(geometry.query_lens):
+            if queries:
+                by_queries.setdefault(queries, []).append(request)
+    members: list[list[int]] = []  # requests of each group; those that fit into one keep the batch's order
+    for requests in by_queries.values():
+        lens = [kv_lens[request] for request in requests]
+        if len(lens) * max(lens) <= min(2 * sum(lens), _LARGEST_READ):
+            members.append(requests)
+            continue
+        first = len(members)  # longest first; one that would pad more than half of a large read starts a new group
+        for request in sorted(requests, key=lambda request: -kv_lens[request]):
+            longest = kv_lens[members[-1][0]] if len(members) > first else 0
+            wasteful = longest > _SMALL_READ and 2 * kv_lens[request] < longest
+            if not longest or wasteful or longest * (len(members[-1]) + 1) > _LARGEST_READ:
+                members.append([])
+            members[-1].append(request)
     cached = geometry.max_new == 1 and geometry.page_table.is_cpu
     whole = len(members) == 1 and members[0] == sorted(members[0])
     first_rows = None if whole else list(accumulate(geometry.query_lens, initial=0))
@@ -111,31 +130,6 @@ def plan_groups(geometry: Geometry) -> tuple[Tensor, tuple[Group, ...]]:
         # A decoding request's new row is its last one, and its slots end with that row, padded or not.
         return slots.select(1, -1), groups
     return geometry.new_slots(), groups
-
-
-def _memberships(geometry: Geometry) -> list[list[int]]:
-    """Return the request indices of each group. Requests that fit into one group keep the batch's order."""
-    kv_lens, by_queries = geometry.kv_lens, {}
-    if geometry.new_lens is None and geometry.rows:  # as in every decode step
-        by_queries[geometry.max_new] = list(range(geometry.requests))
-    else:
-        for request, queries in enumerate(geometry.query_lens):
-            if queries:
-                by_queries.setdefault(queries, []).append(request)
-    groups: list[list[int]] = []
-    for requests in by_queries.values():
-        lens = [kv_lens[request] for request in requests]
-        if len(lens) * max(lens) <= min(2 * sum(lens), _LARGEST_READ):
-            groups.append(requests)
-            continue
-        first = len(groups)  # longest first; one that would pad more than half of a large read starts a new group
-        for request in sorted(requests, key=lambda request: -kv_lens[request]):
-            longest = kv_lens[groups[-1][0]] if len(groups) > first else 0
-            wasteful = longest > _SMALL_READ and 2 * kv_lens[request] < longest
-            if not longest or wasteful or longest * (len(groups[-1]) + 1) > _LARGEST_READ:
-                groups.append([])
-            groups[-1].append(request)
-    return groups
 
 
 def _group(geometry: Geometry, requests: list[int], slots: Tensor, first_rows: list[int] | None) -> tuple[Group, ...]:
