@@ -28,8 +28,7 @@ _FEW_SLOTS = 64
 
 def torch_dtype(dtype: str) -> torch.dtype:
     """Return the torch dtype of a ``DType``, or of a part of a row: ``torch_dtype("bfloat16")``."""
-    found: torch.dtype = getattr(torch, dtype)
-    return found
+    return cast("torch.dtype", getattr(torch, dtype))
 
 
 class RowKernel(Protocol):
