@@ -116,7 +116,7 @@ def run(command: str, group: Group, points: str, smoke: bool, *options: str) -> 
     """Run ``attnplug tune`` or ``attnplug bench``. A backend that fails is reported and does not end the run."""
     device = ("--device", "cpu" if smoke else "cuda")
     layers = ("--shapes", group.layers, "--backends", group.backends, *group.options)
-    code = "from attnplug.cli.main import main; main()"
+    code = "from attnplug.cli.app import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, command, *device, *layers, "--points", points, *options], check=False
     )

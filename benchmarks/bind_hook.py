@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import timeit
 
-from attnplug.contract.hooks import bind_hook
+from attnplug.contract.backend import bind_hook
 
 OFFERED = ("forward_batch", "disable_flashinfer_ragged")
 CALLS = 200_000

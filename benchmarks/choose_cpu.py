@@ -21,8 +21,7 @@ from engine_cpu import commit, cpu_name
 from attnplug import AttentionKind, Claims, ForwardBatch, ForwardMode, Geometry, GraphLevel, LayerSpec, Plan, Role
 from attnplug.auto.fastest import FastestBackend
 from attnplug.auto.schedule import BackendSchedule
-from attnplug.contract.batch import BatchPlan
-from attnplug.contract.plan import BackendId
+from attnplug.contract.batch import BackendId, BatchPlan
 from attnplug.host import TypicalLens
 from attnplug_engine import SamplingParams
 from attnplug_engine.graphs.dispatcher import GraphDispatcher

@@ -39,9 +39,9 @@ from measurements import (
 )
 
 from attnplug.cli.backends import describe
+from attnplug.declare.errors import Setting
 from attnplug.declare.problem import INVARIANCE, sorted_levels
-from attnplug.declare.registered import Registered
-from attnplug.declare.settings import Setting
+from attnplug.declare.spec import Registered
 from attnplug.declare.version import DEPRECATIONS, removal
 from attnplug.hf.model_config import ALIASES, model_from_config
 from attnplug.host import TINY_CONFIGS, load_registry

@@ -24,7 +24,7 @@ from attnplug import (
 from attnplug.host import KVPools, MLADims, load_registry
 from attnplug.linear import LinearDims, LinearStatePool
 from attnplug.torch_native.backend import TorchNativeBackend
-from attnplug.wrappers.split import HybridLinearBackend
+from attnplug.wrappers.forwarding import HybridLinearBackend
 from attnplug_flashattention.backend import FlashAttentionBackend
 from attnplug_hybrid_linear.torch_backend import TorchLinearBackend
 from attnplug_testing.batches import declaring

@@ -51,7 +51,7 @@ def generating(models: dict[str, list[str]]) -> dict[str, list[str]]:
 
 SCRIPT = """
 import contextlib, io, json, sys
-from attnplug.cli.main import main
+from attnplug.cli.app import main
 
 def run(arguments):
     out, err = io.StringIO(), io.StringIO()
@@ -64,7 +64,7 @@ def run(arguments):
     return code, out.getvalue(), err.getvalue()
 
 done = {name: run(arguments) for name, arguments in json.load(sys.stdin).items()}
-from attnplug_conformance.doctor import plugin_answer
+from attnplug.cli.doctor import plugin_answer
 done["doctor"] = (0, json.dumps(plugin_answer()["devices"]), "")
 print(json.dumps(done))
 """

@@ -32,7 +32,7 @@ from attnplug import (
     UsageError,
 )
 from attnplug.cli.app import parse
-from attnplug.declare.refusal import RefusalCode
+from attnplug.declare.errors import RefusalCode
 from attnplug.declare.version import CONTRACT_VERSION
 from attnplug.host import (
     TINY_CONFIGS,

@@ -9,7 +9,7 @@ import torch
 
 from attnplug import AttentionBackend, BackendContext, ExtendPath, ForwardBatch
 from attnplug.host import ExtendPolicy, ModelAttention
-from attnplug.wrappers.split import HybridLinearBackend
+from attnplug.wrappers.forwarding import HybridLinearBackend
 from attnplug_testing.batches import geometry
 from attnplug_testing.kernel_scene import KernelScene, mla
 from mla_plugins import PLUGINS, joined, serving_mla

@@ -10,7 +10,7 @@ import torch
 
 from attnplug import KVFormat, RowPart, UsageError
 from attnplug.declare.errors import PluginError
-from attnplug.kv.coded_rows import load_codec
+from attnplug.kv.buffer import load_codec
 from attnplug.registry import registry as registry_module
 from attnplug.registry.loading import find_entry_points
 from attnplug.registry.registry import installed_format

@@ -13,7 +13,7 @@ from attnplug.contract.backend import bind_optional_hook
 from attnplug.host import ExtendPolicy, ModelAttention, load_registry
 from attnplug.mla.attention import plan_extend
 from attnplug.registry.assembly import backend_problems, claim_problems
-from attnplug.wrappers.split import HybridLinearBackend
+from attnplug.wrappers.forwarding import HybridLinearBackend
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_testing.errors import raises_naming

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnplug import BackendContext, ForwardBatch, ForwardMode, GraphLevel
-from attnplug.wrappers.split import SplitBackend
+from attnplug.wrappers.forwarding import SplitBackend
 from attnplug_conformance.checks.graphs import Capture
 from attnplug_testing.kernel_scene import KernelScene, check_replay, mla
 from mla_plugins import PLUGINS

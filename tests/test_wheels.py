@@ -123,7 +123,7 @@ USURPER = TinyPlugin("usurper", "6.6.7", "usurper", _SPEC + _HOOK.format(spec="s
 _RUN_AND_NAME_MODULES = """
 import atexit, runpy, sys
 atexit.register(lambda: print("imported:", *{name.partition(".")[0] for name in sys.modules}, file=sys.stderr))
-from attnplug.cli.main import main
+from attnplug.cli.app import main
 main()
 """
 
@@ -172,10 +172,10 @@ def refused_politely(done: CompletedProcess[str], exit_code: int) -> str:
     ("package", "data"),
     [
         ("core", "attnplug/py.typed"),
+        ("core", "attnplug/cli/completion.bash"),
+        ("core", "attnplug/cli/completion.zsh"),
         ("core", "attnplug/hf/class_defaults.json"),
         ("core", "attnplug/hf/tiny.json"),
-        ("conformance", "attnplug_conformance/completion.bash"),
-        ("conformance", "attnplug_conformance/completion.zsh"),
         ("tune", "attnplug_tune/report.html.jinja"),
         ("plugins/flashinfer_mla", "attnplug_flashinfer_mla/tables/nvidia-h200.json"),
     ],

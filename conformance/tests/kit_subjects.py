@@ -11,7 +11,7 @@ from types import ModuleType
 
 import torch
 
-from attnplug.declare.registered import Registered, Source
+from attnplug.declare.spec import Registered, Source
 from attnplug_conformance.catalog import all_checks
 from attnplug_conformance.new_command import files
 from attnplug_conformance.subject import Subject

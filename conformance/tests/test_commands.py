@@ -13,8 +13,7 @@ import torch
 from attnplug import UsageError
 from attnplug.cli.app import parse, run
 from attnplug.declare.device import Processor
-from attnplug.declare.errors import PluginError
-from attnplug.declare.refusal import RefusalCode
+from attnplug.declare.errors import PluginError, RefusalCode
 from attnplug.declare.version import CONTRACT_VERSION
 from attnplug.host import SelectionError, load_registry
 from attnplug.kernels import requirement_refusal

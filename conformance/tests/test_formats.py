@@ -12,8 +12,7 @@ import torch
 from attnplug import KVFormat, RowPart, UsageError
 from attnplug.cli.app import parse, run
 from attnplug.host import load_registry
-from attnplug.kv.buffer import PagedBuffer
-from attnplug.kv.coded_rows import CodedRows
+from attnplug.kv.buffer import CodedRows, PagedBuffer
 from attnplug_conformance.format_checks import FORMAT_CHECKS, check_format
 
 CPU = torch.device("cpu")

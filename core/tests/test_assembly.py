@@ -33,7 +33,7 @@ from attnplug.auto.fastest import FastestBackend
 from attnplug.auto.ranking import Ranked
 from attnplug.auto.schedule import BackendSchedule
 from attnplug.declare.errors import PluginWarning, WorkspaceError
-from attnplug.declare.registered import Registered, Source
+from attnplug.declare.spec import Registered, Source
 from attnplug.host import (
     BackendRequest,
     ForwardingBackend,
@@ -49,7 +49,7 @@ from attnplug.host import (
     select,
 )
 from attnplug.registry.assembly import BuildError, build_chosen
-from attnplug.wrappers.split import HybridLinearBackend
+from attnplug.wrappers.forwarding import HybridLinearBackend
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.specs import GDN, MHA, MLA, claiming, model
 from support.recorder import Recorder

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from attnplug import ForwardBatch, ForwardMode, Plan, PlanError
-from attnplug.contract.batch import BatchPlan, apply_skip_attn_backend_init
-from attnplug.contract.plan import BackendId
+from attnplug.contract.batch import BackendId, BatchPlan, apply_skip_attn_backend_init
 from attnplug.host import plan_forward
 from attnplug_testing.batches import geometry, padded, with_plan
 from attnplug_testing.errors import raises_naming
@@ -374,4 +373,4 @@ class TestRepeatedChecks:
 
     def test_a_check_is_no_part_of_the_representation(self):
         """Values alone: the plan would be shown twice."""
-        assert "_checked" not in repr(self.batch)
+        assert "checked" not in repr(self.batch)

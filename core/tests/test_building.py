@@ -29,10 +29,10 @@ from attnplug import (
 )
 from attnplug.contract.backend import MAY_IGNORE, hook_signatures
 from attnplug.declare.errors import PluginError
-from attnplug.declare.registered import Registered, Source
+from attnplug.declare.spec import Registered, Source
 from attnplug.host import BackendRequest, KVPools, Limits, Registry, WorkspaceOwner, build_selection, select
 from attnplug.registry.assembly import build_backend
-from attnplug.wrappers.split import HybridLinearBackend, SplitBackend
+from attnplug.wrappers.forwarding import HybridLinearBackend, SplitBackend
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.specs import EVERYTHING, GDN, MLA, spec
 from support.recorder import MEMBERS, Recorder

@@ -26,7 +26,7 @@ from attnplug import (
     Role,
     hookimpl,
 )
-from attnplug.declare.claims import weakest
+from attnplug.declare.capabilities import weakest
 from attnplug.declare.errors import PluginError
 from attnplug.registry.loading import Broken
 from attnplug_testing.plugins import Install, module, place, spec

@@ -18,7 +18,7 @@ from attnplug_testing.command import Attnplug, in_own_process
 pytestmark = pytest.mark.usefixtures("plain_environment")
 
 
-@pytest.mark.parametrize("command", [[], ["backends"], ["explain"]])
+@pytest.mark.parametrize("command", [[], ["backends"], ["plugins"], ["explain"], ["doctor"], ["completion"]])
 def test_every_command_has_help(attnplug: Attnplug, command: list[str]) -> None:
     outcome = attnplug(*command, "--help")
     assert outcome.code == 0
@@ -219,7 +219,7 @@ def test_a_terminal_without_unicode_gets_its_answer(arguments: list[str], encodi
 def test_listing_and_explaining_import_neither_torch_nor_a_kernel_library() -> None:
     """All installed plugins, any hardware: explaining needs metadata, not imports."""
     code = (
-        "import sys\nfrom attnplug.cli.main import main\n"
+        "import sys\nfrom attnplug.cli.app import main\n"
         "asked = ['explain', '--model', 'tiny:deepseek_v3', '--dtype', 'bf16']\n"
         "more = [['--sm', '90'], ['--sm', '100', '--kv-dtype', 'fp8'], ['--sm', '90', '--cuda-graph', 'decode']]\n"
         "listed = [['backends'], ['backends', '--json'], ['plugins']]\n"

@@ -136,7 +136,7 @@ def test_a_refusal_names_no_option_that_the_command_lacks(attnplug: Attnplug, pa
     assert "--device" not in text and "no-such-library>=2" in text
 
 
-@pytest.mark.parametrize("arguments", [["backends"], ["explain", "--model", "tiny:llama"]])
+@pytest.mark.parametrize("arguments", [["backends"], ["explain", "--model", "tiny:llama"], ["plugins"]])
 def test_a_plugin_that_takes_long_to_load_is_a_warning(
     attnplug: Attnplug, package: Package, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
 ) -> None:

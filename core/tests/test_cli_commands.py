@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from attnplug.cli.app import OWN
 from attnplug_testing.command import Attnplug
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
@@ -143,7 +144,15 @@ def test_a_command_that_does_not_exist_gets_the_nearest(
     assert f"did you mean {meant}?" in outcome.err
 
 
-@pytest.mark.parametrize("command", ["completion", "conform", "doctor", "plugins", "run", "tune"])
+def test_core_alone_has_five_commands(attnplug: Attnplug, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D1: they need no other package of ours."""
+    monkeypatch.setattr("attnplug.cli.app.find_entry_points", lambda group: ([], []))
+    listed = attnplug("--help").out
+    assert list(OWN) == ["backends", "plugins", "explain", "doctor", "completion"]
+    assert all(name in listed for name in OWN)
+
+
+@pytest.mark.parametrize("command", ["conform", "run", "tune"])
 def test_a_command_of_a_package_that_is_not_installed_is_one_line(
     attnplug: Attnplug, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:

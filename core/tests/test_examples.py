@@ -7,11 +7,11 @@ from types import ModuleType
 
 import pytest
 
-from attnplug.contract import geometry, plan
+from attnplug.contract import batch, geometry
 from attnplug.kv import row_pool
 
 
-@pytest.mark.parametrize("module", [geometry, plan, row_pool], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [geometry, batch, row_pool], ids=lambda module: module.__name__)
 def test_examples_give_what_they_show(module: ModuleType) -> None:
     result = doctest.testmod(module)
     assert result.attempted and not result.failed

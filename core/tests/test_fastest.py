@@ -43,8 +43,7 @@ from attnplug.host import (
     planner_claims,
 )
 from attnplug.torch_native.backend import TorchNativeBackend
-from attnplug.wrappers.forwarding import limited_by
-from attnplug.wrappers.split import HybridLinearBackend, SplitBackend
+from attnplug.wrappers.forwarding import HybridLinearBackend, SplitBackend, limited_by
 from attnplug_testing.batches import capabilities, with_plan
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.specs import GDN as LINEAR

@@ -9,7 +9,7 @@ import torch
 
 from attnplug import BackendError, ForwardMode, Geometry, GraphLevel, GraphLimits, Plan, PlanError
 from attnplug.author.attention import Captures
-from attnplug.contract.plan import BackendId
+from attnplug.contract.batch import BackendId
 from attnplug_testing.errors import raises_naming
 
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from attnplug.contract.hooks import bind_hook
+from attnplug.contract.backend import bind_hook
 from attnplug.host import HookError
 from attnplug_testing.errors import raises_naming
 

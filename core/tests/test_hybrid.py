@@ -22,10 +22,10 @@ from attnplug import (
     Plan,
     PlanError,
 )
-from attnplug.contract.plan import BackendId
+from attnplug.contract.batch import BackendId
 from attnplug.host import ExtendPolicy, HookError, KVPools, ModelAttention, active_attention
 from attnplug.linear import LinearDims, LinearInputs, LinearStatePool
-from attnplug.wrappers.split import HybridLinearBackend, SplitBackend
+from attnplug.wrappers.forwarding import HybridLinearBackend, SplitBackend
 from attnplug_testing.batches import with_plan
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.kernel_scene import KernelScene, mla

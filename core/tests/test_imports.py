@@ -55,6 +55,11 @@ def test_a_folder_imports_only_from_those_below_it():
             assert FOLDERS.index(folder) <= FOLDERS.index(imported.split(".")[1]), f"{name} imports {imported}"
 
 
+def test_core_has_at_most_13_000_lines():
+    """Core is only what a backend and a host need in order to work together, and the basic commands."""
+    assert sum(path.read_text().count("\n") for path in MODULES.values()) <= 13_000
+
+
 def test_no_module_of_core_imports_a_public_module():
     """It would be a cycle through a table of contents."""
     for name, path in MODULES.items():

@@ -11,7 +11,7 @@ from attnplug.auto.fastest import FastestBackend
 from attnplug.declare.errors import PluginError
 from attnplug.declare.problem import INVARIANCE
 from attnplug.host import BackendRequest, SelectionError, select
-from attnplug.wrappers.split import HybridLinearBackend, SplitBackend
+from attnplug.wrappers.forwarding import HybridLinearBackend, SplitBackend
 from attnplug_testing.errors import raises_naming
 from support.board import INSTALLED, PROBLEM, chosen, crossing, decode
 from support.recorder import Recorder

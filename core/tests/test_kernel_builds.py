@@ -18,7 +18,7 @@ import torch
 from attnplug import BackendContext, DType, Problem, Role
 from attnplug.declare.device import SM, DeviceSpec, Processor
 from attnplug.declare.errors import PluginError, PluginWarning
-from attnplug.declare.registered import Registered, Source
+from attnplug.declare.spec import Registered, Source
 from attnplug.host import (
     BackendRequest,
     HostContext,
@@ -33,7 +33,7 @@ from attnplug.kernels import KernelBuild
 from attnplug.machine.runtime import DeviceRuntime
 from attnplug.registry import kernel_builds
 from attnplug.registry.assembly import build_chosen
-from attnplug.registry.isolation import BuildError
+from attnplug.registry.loading import BuildError
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.specs import MHA, claiming, model
 from support.compilers import fail, run_compiler, write_pid

@@ -12,8 +12,7 @@ from torch import Tensor
 from attnplug import DType, LayerSpec, MHAPool, MLAPool, PoolError
 from attnplug.host import KVPools, MLADims
 from attnplug.kernels import PageCopy, PageLayout, torch_dtype
-from attnplug.kv import buffer
-from attnplug.kv.foreign import page_views
+from attnplug.kv.layout import page_views
 from attnplug_testing.devices import DEVICES
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.writing import BY_TRITON, writing
@@ -431,21 +430,22 @@ def test_a_view_is_no_copy() -> None:
     assert memory[..., :8].eq(1).all() and memory[..., 8:].eq(2).all()
 
 
-@pytest.mark.parametrize(("order", "is_read"), [((0, 2, 1, 3), True), ((0, 1, 2, 3), False), ((1, 0, 2, 3), False)])
-def test_blocks_of_rows_that_hold_keys_and_values_are_read_at_once(order: tuple[int, ...], is_read: bool) -> None:
-    """vLLM's "pages heads tokens (kv dim)" in memory by tokens; by heads, rows of a block are not contiguous."""
+@pytest.mark.parametrize(("order", "at_once"), [((0, 2, 1, 3), True), ((0, 1, 2, 3), False), ((1, 0, 2, 3), False)])
+def test_rows_that_hold_keys_and_values_are_read_at_once(
+    order: tuple[int, ...], at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's "pages heads tokens (kv dim)" in memory by tokens; by heads, a token's row is not contiguous."""
     sizes = (PAGES, HEADS, PAGE, 2 * DIM)
     memory = torch.randn([sizes[place] for place in order])
     tensor = memory.permute([order.index(place) for place in range(4)])
     layout = "pages heads tokens (kv dim)"
     pool = MHAPool.over([mha_layer(v_head_dim=DIM)], {0: tensor}, layout, page_size=PAGE, dtype=DType.FLOAT32)
-    before, blocks, blank = memory.clone(), torch.tensor([[3, 1], [4, 0]]), torch.tensor([7, 15])
-    read = pool.read_blocks(0, blocks, blank)
-    assert (read is not None) is is_read
-    if read is not None:
-        slots = (blocks[..., None] * buffer.BLOCK + torch.arange(buffer.BLOCK)).flatten(1)
-        for rows, expected in zip(read, (pool.read_keys(0, slots), pool.read_values(0, slots)), strict=True):
-            expected.flatten(0, 1)[blank] = 0
-            assert torch.equal(rows, expected)
-        assert torch.equal(memory, before)
-        assert pool.read_blocks(0, torch.tensor([[99]]), None) is None
+    slots = torch.tensor([[13, 4, 5], [16, 0, 19]])
+    expected = pool.read_keys(0, slots), pool.read_values(0, slots)
+    apart = []
+    monkeypatch.setattr(MHAPool, "read_keys", lambda *_: apart.append(1) or expected[0])
+    for rows, wanted in zip(pool.read(0, slots), expected, strict=True):
+        assert torch.equal(rows, wanted)
+    assert bool(apart) is not at_once
+    with raises_naming(PoolError, "99"):
+        pool.read(0, torch.tensor([[99]]))

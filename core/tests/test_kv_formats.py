@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from attnplug import KVFormat, LayerSpec, MHAPool, MLAPool, ModelSpec, PoolError, Problem, Role, RowPart, UsageError
+from attnplug.cli.plugins import _other
 from attnplug.declare.errors import PluginError
 from attnplug.host import BackendRequest, KVPools, load_registry, select
 from attnplug.kernels import PageCopy, RowFormat
-from attnplug_conformance.plugins import _other
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.plugins import EMBEDDED, Install, also, module
 from support.pools import mha_layer, mla_layer, random_rows

@@ -14,11 +14,11 @@ from attnplug import DType, Role
 from attnplug.auto import table_store as store
 from attnplug.auto.ranking import _warned
 from attnplug.auto.table_store import TableError, load_tables, read_tables, table_files, table_path
+from attnplug.cli.doctor import file_states
 from attnplug.declare.device import Processor
 from attnplug.declare.errors import TableWarning
 from attnplug.machine.hardware import _cpu_name
 from attnplug.tables import MeasuredTable
-from attnplug_conformance.doctor import file_states
 from attnplug_testing.command import Attnplug, Package
 from attnplug_testing.errors import raises_naming
 from support.board import (

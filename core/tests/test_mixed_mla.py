@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from attnplug import ExtendPath, ForwardBatch, ForwardMode, Plan, PlanError
 from attnplug.host import ExtendPolicy, MLADims, ModelAttention
 from attnplug.torch_native.backend import TorchNativeBackend
-from attnplug.wrappers.split import SplitBackend
+from attnplug.wrappers.forwarding import SplitBackend
 from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.stage import Stage, error, small

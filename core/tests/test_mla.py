@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnplug import BackendError, Claims, DType, ExtendPath, ForwardBatch, ForwardMode, Plan, PlanError, RaggedCall
-from attnplug.contract.plan import BackendId
+from attnplug.contract.batch import BackendId
 from attnplug.host import ExtendPolicy, HookError, MLADims, MLAWeights, ModelAttention
 from attnplug.kernels import merge_partial
 from attnplug.mla.attention import MLAAttention, plan_extend

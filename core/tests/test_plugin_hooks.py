@@ -13,7 +13,7 @@ from attnplug import AttentionKind, DType, Role, WorkspaceKind
 from attnplug.declare.errors import PluginError
 from attnplug.host import TINY_CONFIGS, ModelConfigError, Registry, load_model, load_registry
 from attnplug.registry.loading import Broken
-from attnplug.registry.models import tiny_config
+from attnplug.registry.registry import tiny_config
 from attnplug.tables import MeasuredShape, MeasuredTable
 from attnplug_testing.errors import having, raises_naming
 from attnplug_testing.plugins import EMBEDDED, Install, also, bringing, module, spec

@@ -14,7 +14,7 @@ from attnplug import BackendError, DType, ForwardBatch, ForwardExtras, ForwardMo
 from attnplug.author.served_layers import bind_forward
 from attnplug.host import KVPools, ModelAttention
 from attnplug.linear import DeltaInputs, DeltaWeights, LinearInputs, LinearStatePool
-from attnplug.wrappers.split import HybridLinearBackend, SplitBackend
+from attnplug.wrappers.forwarding import HybridLinearBackend, SplitBackend
 from attnplug_testing.errors import raises_naming
 from support.pools import linear_layer, mha_layer
 from support.recorder import Recorder, batch_in

@@ -166,7 +166,7 @@ def test_length_ranges_are_cached_for_a_bounded_number_of_batches() -> None:
     """A prefill may have any number of tokens."""
     for tokens in range(1, 9000):
         SHORT_AND_LONG.fastest(3, 100, tokens)
-    assert len(SHORT_AND_LONG._ranges) < 4500
+    assert SHORT_AND_LONG._ranges.cache_info().currsize < 4500
 
 
 def extends(*, fixed: dict[str, float], per_pair: dict[str, float]) -> ExtendSchedule:
@@ -226,4 +226,4 @@ class TestExtends:
         schedule = extends(fixed={"a": 1.0, "b": 2.0}, per_pair={"a": 1.0, "b": 1.0})
         for length in range(1, 2000, 100):
             schedule.fastest(1, length, length)
-        assert len(schedule._nearby) <= 3
+        assert schedule._nearby.cache_info().currsize <= 3

@@ -11,7 +11,7 @@ import pytest
 from attnplug import GraphLevel, PageSizes, Problem, Refusal, RefusalCode, Role
 from attnplug.auto.ranking import Ranked
 from attnplug.auto.schedule import BackendSchedule
-from attnplug.declare.registered import Registered
+from attnplug.declare.spec import Registered
 from attnplug.host import BackendRequest, explain, select
 from attnplug.registry.selection import explanation
 from support.selection import HYBRID, LINEAR, LLAMA, PLAIN, backend, names, registry

@@ -9,7 +9,7 @@ import torch
 
 from attnplug import AttentionKind, BackendError, ForwardMode, GraphLevel, LayerSpec, PlanError, Role
 from attnplug.host import HookError
-from attnplug.wrappers.split import SplitBackend
+from attnplug.wrappers.forwarding import SplitBackend
 from attnplug_testing.batches import with_plan
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.specs import GDN as LINEAR

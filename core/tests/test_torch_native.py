@@ -148,22 +148,19 @@ def test_decode_on_the_cpu_over_pages_in_place(monkeypatch):
                 check(case)
 
 
-def test_decode_on_the_cpu_copies_blocks_of_rows_and_blanks_what_comes_after_an_end():
-    """NaN lies in the rest of each last block. Lengths leave every rest, beside longer ones and beside equal ones."""
+def test_decode_on_the_cpu_copies_rows_and_hides_what_comes_after_an_end():
+    """NaN lies in the rest of each last page. Lengths leave every rest, beside longer ones and beside equal ones."""
     for lengths in ((69, 70, 71, 72, 3, 8, 201), (70, 70), (71,)):
         for page_size, dtype in ((4, DType.FLOAT32), (16, DType.FLOAT32), (64, DType.FLOAT32), (16, DType.BFLOAT16)):
             for window, lse in ((None, False), (7, False), (None, True)):
                 case = small(tuple((length, 1) for length in lengths), ForwardMode.DECODE, page_size=page_size, heads=6,
                             kv_heads=2, head_dim=16, v_head_dim=16, window=window, lse=lse, dtype=dtype,
                             pages="descending")  # fmt: skip
-                stage = Stage(case, "cpu")
-                blocks = [group.blocks for group in stage.backend.init_forward_metadata(stage.batch()).metadata.groups]
-                assert None not in blocks
                 check(case)
 
 
-def test_rows_that_are_no_whole_blocks_are_copied_one_by_one():
-    """A page of 5 rows, a layout that keeps rows apart, and a request of less than a block."""
+def test_rows_of_any_page_size_and_layout_are_copied():
+    """A page of 5 rows, a layout that keeps rows apart, and a request of two rows."""
     for lengths, page_size, layout in (
         (((70, 1), (9, 1)), 5, "token_major"),
         (((70, 1), (9, 1)), 16, "head_major"),
@@ -179,9 +176,8 @@ def test_one_request_on_the_cpu_whose_pages_follow_each_other_is_read_without_a_
     from attnplug import MHAPool
 
     copies = []
-    for name in ("read_keys", "read_blocks"):
-        read = getattr(MHAPool, name)
-        monkeypatch.setattr(MHAPool, name, lambda *of, read=read: copies.append(1) or read(*of))
+    read = MHAPool.read
+    monkeypatch.setattr(MHAPool, "read", lambda *of: copies.append(1) or read(*of))
     for pages, layout, copied in (
         ("interleaved", "token_major", False),
         ("descending", "token_major", True),
@@ -212,13 +208,12 @@ def test_rows_past_the_pool_are_refused_as_a_copy_of_them_would_be():
         stage.backend._read(stage.layer, replace(group, slots=group.slots + past, run=run))
 
 
-def test_blocks_past_the_pool_are_refused_as_rows_are():
+def test_rows_of_several_requests_past_the_pool_are_refused():
     stage = Stage(small(((70, 1), (30, 1)), ForwardMode.DECODE), "cpu")
     group = stage.backend.init_forward_metadata(stage.batch()).metadata.groups[0]
     past = stage.backend._mha.num_pages * stage.backend._mha.page_size
-    blocks = replace(group.blocks, numbers=group.blocks.numbers + past // 4)
     with raises_naming(PoolError, f"0 to {past - 1}"):
-        stage.backend._read(stage.layer, replace(group, slots=group.slots + past, blocks=blocks))
+        stage.backend._read(stage.layer, replace(group, slots=group.slots + past))
 
 
 def test_pages_that_are_few_among_others_or_shared_are_copied(monkeypatch):

@@ -12,7 +12,7 @@ from attnplug import BackendContext, Claims, DType, ForwardBatch, ForwardMode, G
 from attnplug.cli.backends import describe
 from attnplug.host import MLADims
 from attnplug.torch_native.backend import TorchNativeBackend
-from attnplug.wrappers.split import HybridLinearBackend, SplitBackend
+from attnplug.wrappers.forwarding import HybridLinearBackend, SplitBackend
 from attnplug_conformance.arithmetic import NAN, relative_error
 from attnplug_testing import kernel_scene
 from attnplug_testing.batches import capabilities

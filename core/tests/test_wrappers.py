@@ -31,10 +31,10 @@ from attnplug.contract.backend import (
     hook_signatures,
     methods,
 )
-from attnplug.declare.claims import weakest
+from attnplug.declare.capabilities import weakest
 from attnplug.host import ForwardingBackend
 from attnplug.linear import LinearHooks
-from attnplug.wrappers.split import HybridLinearBackend, SplitBackend
+from attnplug.wrappers.forwarding import HybridLinearBackend, SplitBackend
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.specs import GDN
 from support.recorder import MEMBERS, PLANNERS, Hookless, Recorder, batch_in

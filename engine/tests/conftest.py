@@ -39,7 +39,7 @@ from attnplug.host import TINY_CONFIGS, HostContext, KVPools, Limits, ModelAtten
 from attnplug.kernels import requirement_refusal, torch_dtype
 from attnplug.linear import LinearStatePool
 from attnplug.torch_native.backend import TorchNativeBackend
-from attnplug.wrappers.split import HybridLinearBackend
+from attnplug.wrappers.forwarding import HybridLinearBackend
 from attnplug_engine import kernels, prepare
 from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.scheduling.page_allocator import PageAllocator

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnplug import Claims, ForwardBatch, LayerSpec, Plan
-from attnplug.contract.plan import BackendId
+from attnplug.contract.batch import BackendId
 from attnplug.linear import DeltaInputs, LinearInputs, LinearStatePool
 
 

@@ -34,7 +34,7 @@ from attnplug.host import HostContext, Selection
 from attnplug.linear import LinearStatePool
 from attnplug.sparse import IndexerDims, IndexInputs, SelectedPositions
 from attnplug.torch_native.backend import TorchNativeBackend
-from attnplug.wrappers.split import HybridLinearBackend
+from attnplug.wrappers.forwarding import HybridLinearBackend
 from attnplug_engine import Engine
 from attnplug_engine.graphs.capture import WARM_UPS
 from attnplug_engine.graphs.step_graphs import capture_steps

@@ -11,8 +11,8 @@ import torch
 from attnplug import Claims, ForwardBatch, ForwardMode, Geometry, GraphLevel, ModelSpec, Plan, Role
 from attnplug.auto.fastest import FastestBackend
 from attnplug.auto.schedule import BackendSchedule
-from attnplug.contract.plan import BackendId
-from attnplug.wrappers.split import HybridLinearBackend, SplitBackend
+from attnplug.contract.batch import BackendId
+from attnplug.wrappers.forwarding import HybridLinearBackend, SplitBackend
 from attnplug_engine.graphs.capture_check import plan_alike
 from attnplug_engine.graphs.prefill import captures_extends
 from attnplug_testing.specs import GDN, MHA

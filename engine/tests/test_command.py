@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from attnplug.cli import app, output
-from attnplug.declare.registered import Source
+from attnplug.declare.spec import Source
 from attnplug.host import AttnplugError, load_registry
 from attnplug.registry.loading import Broken
 from attnplug_engine.execution.runner import ModelRunner
@@ -372,7 +372,7 @@ def test_a_command_line_is_read_without_torch(prompts):
     """An invalid one is refused at once, and a launcher of ranks does not pay for the import of torch (1 s, memory)."""
     code = """
 import sys
-from attnplug.cli.main import main
+from attnplug.cli.app import main
 prompt = ["run", "--model", "tiny:llama", "--prompt", "x"]
 wrong = ["--num-pages=0", "--page-size=0", "--max-tokens=0", "--max-batch=0", "--context-length=0", "--device=tpu",
          "--dtype=x", "--cuda-graph-batch-sizes=x", "--mla-chunk-capacity=0", "--hisparse-config=x", "--state-slots=0",
@@ -402,7 +402,7 @@ def test_an_interrupt_that_an_imported_library_swallows_ends_the_command():
     """As torch's C code does."""
     code = """
 import signal, sys
-from attnplug.cli.main import main
+from attnplug.cli.app import main
 
 class Swallowing:
     def find_spec(self, name, path=None, target=None):

@@ -100,7 +100,7 @@ def test_a_command_line_is_read_without_torch(prompts):
     """A mistake in it is reported at once, and so are heads that ranks cannot divide."""
     code = """
 import sys
-from attnplug.cli.main import main
+from attnplug.cli.app import main
 wrong = ["embed", "--model", "tiny:llama", "--prompt", "x", "--page-size", "0"]
 for arguments in (["embed", "--help"], wrong, sys.argv[1:]):
     sys.argv = ["attnplug", *arguments]

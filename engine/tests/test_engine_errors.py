@@ -23,7 +23,7 @@ from attnplug import (
 )
 from attnplug.auto.schedule import BackendSchedule
 from attnplug.declare.errors import PluginError, PluginWarning
-from attnplug.declare.registered import Registered, Source
+from attnplug.declare.spec import Registered, Source
 from attnplug.host import TINY_CONFIGS, ModelConfigError, Registry, SelectionError, load_model, load_registry
 from attnplug_engine import Engine
 from attnplug_engine.execution.runner import NotFinite

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from attnplug import AttentionKind, Claims, ForwardMode, LayerSpec, ModelSpec, Role
 from attnplug.auto.fastest import FastestBackend
 from attnplug.auto.schedule import BackendSchedule
-from attnplug.contract.plan import BackendId
-from attnplug.wrappers.split import HybridLinearBackend, SplitBackend
+from attnplug.contract.batch import BackendId
+from attnplug.wrappers.forwarding import HybridLinearBackend, SplitBackend
 from attnplug_engine.graphs.length_ranges import EVERY_LENGTH, LengthRange, length_ranges, merge_length_ranges
 from attnplug_testing.specs import GDN as LINEAR
 

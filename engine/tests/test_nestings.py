@@ -18,7 +18,7 @@ from attnplug import AttentionBackend, Role
 from attnplug.auto.fastest import FastestBackend
 from attnplug.host import HostContext, Selection
 from attnplug.registry.assembly import build_backend
-from attnplug.wrappers.split import HybridLinearBackend, SplitBackend
+from attnplug.wrappers.forwarding import HybridLinearBackend, SplitBackend
 from attnplug_engine import Engine
 from attnplug_testing.sharing import alternating
 

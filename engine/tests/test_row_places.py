@@ -12,7 +12,7 @@ from attnplug import BackendError, ExtendPath, ForwardMode, MLAPool, Plan, PlanE
 from attnplug.auto.fastest import FastestBackend
 from attnplug.host import ExtendPolicy, MLADims, ModelAttention
 from attnplug.sparse import IndexerDims
-from attnplug.wrappers.split import SplitBackend
+from attnplug.wrappers.forwarding import SplitBackend
 from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_engine.kernels.row_places import RowPlaces, row_places
 from attnplug_testing.errors import raises_naming

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnplug import BackendError, Claims, ForwardBatch, GraphLevel, Plan, PlanError, Role
-from attnplug.contract.plan import BackendId
+from attnplug.contract.batch import BackendId
 from attnplug.host import KVPools, ModelAttention, load_registry
 from attnplug_sglang import plugin
 from attnplug_sglang.host import Refused

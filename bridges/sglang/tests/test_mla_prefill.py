@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnplug import AttentionKind, BackendError, ExtendPath, ForwardBatch, Geometry, LayerSpec
-from attnplug.contract.plan import BackendId
+from attnplug.contract.batch import BackendId
 from attnplug.host import MLADims
 from attnplug.kernels import merge_partial
 from attnplug.torch_native.backend import TorchNativeBackend

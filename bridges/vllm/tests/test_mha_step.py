@@ -11,7 +11,7 @@ import torch
 
 from attnplug import Claims, ForwardMode, PlanError
 from attnplug.host import KVPools, ModelAttention
-from attnplug.wrappers.split import SplitBackend
+from attnplug.wrappers.forwarding import SplitBackend
 from attnplug_testing.errors import naming
 from attnplug_vllm.geometry import GeometryBuilder
 from attnplug_vllm.mha_step import CapturedMHAStep, EagerMHAStep, LayerCall, capture_key

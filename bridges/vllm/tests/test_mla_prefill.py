@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnplug import BackendError, Claims, ExtendPath, ForwardBatch, Plan, RaggedCall
-from attnplug.contract.plan import BackendId
+from attnplug.contract.batch import BackendId
 from attnplug.host import KVPools, ModelAttention
 from attnplug_vllm.mla_prefill import RaggedPrefill, chunk_calls
 from attnplug_vllm.specs import mla_layer

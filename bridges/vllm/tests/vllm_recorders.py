@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnplug import Claims, ForwardBatch, GraphLevel, Plan
-from attnplug.contract.plan import BackendId
+from attnplug.contract.batch import BackendId
 
 
 @dataclass

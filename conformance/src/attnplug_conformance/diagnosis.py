@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnplug.contract.plan import describe_result
+from attnplug.contract.batch import describe_result
 from attnplug_conformance.arithmetic import changed_inputs, relative_error
 from attnplug_conformance.case import FIRST, LAYER
 from attnplug_conformance.scene import POISONED, SCRATCH_BYTES, Output, Scene

@@ -28,7 +28,7 @@ from attnplug import (
     ModelSpec,
     Role,
 )
-from attnplug.contract.plan import describe_result
+from attnplug.contract.batch import describe_result
 from attnplug.host import KVPools, Limits, plan_forward
 from attnplug.kernels import RowFormat, torch_dtype
 from attnplug.machine.runtime import runtime_of

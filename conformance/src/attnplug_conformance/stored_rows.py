@@ -13,7 +13,7 @@ from attnplug import KVFormat
 from attnplug.declare.kv_format import BUILT_IN, PLAIN_FORMATS
 from attnplug.host import load_registry
 from attnplug.kernels import torch_dtype
-from attnplug.kv.coded_rows import load_codec
+from attnplug.kv.buffer import load_codec
 
 
 @cache

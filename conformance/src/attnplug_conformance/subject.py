@@ -24,7 +24,7 @@ from attnplug import (
 )
 from attnplug.declare.device import Architecture
 from attnplug.declare.options import parse_options
-from attnplug.declare.registered import Registered
+from attnplug.declare.spec import Registered
 from attnplug.host import (
     AttnplugError,
     HostContext,

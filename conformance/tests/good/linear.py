@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attnplug import AttentionKind, BackendContext, BackendSpec, Capabilities, DType, ForwardMode, Plan, Role
-from attnplug.contract.plan import BackendId
+from attnplug.contract.batch import BackendId
 
 SPEC = BackendSpec(
     name="good_linear",

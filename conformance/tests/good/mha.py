@@ -21,7 +21,7 @@ from attnplug import (
     PlanError,
     Role,
 )
-from attnplug.contract.plan import BackendId
+from attnplug.contract.batch import BackendId
 
 SPEC = BackendSpec(
     name="good_mha",

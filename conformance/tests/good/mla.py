@@ -22,7 +22,7 @@ from attnplug import (
     Plan,
     Role,
 )
-from attnplug.contract.plan import BackendId
+from attnplug.contract.batch import BackendId
 
 SPEC = BackendSpec(
     name="good_mla",

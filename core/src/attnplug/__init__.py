@@ -5,8 +5,6 @@ merges that kernel authors share), ``attnplug.linear``, ``attnplug.sparse``, ``a
 ``attnplug.host`` (for engines and bridges). No other module is public.
 """
 
-from __future__ import annotations
-
 from attnplug._exports import lazy_exports
 
 __getattr__, __dir__ = lazy_exports(__name__)

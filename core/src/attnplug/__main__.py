@@ -12,7 +12,7 @@ def main() -> None:
     handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # otherwise the caller ignores it
     if handled:
         signal.signal(signal.SIGINT, _end)
-    from attnplug.cli.main import main as run
+    from attnplug.cli.app import main as run
 
     if handled:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -8,15 +8,15 @@ from attnplug.declare.installed import import_library as import_library
 from attnplug.declare.installed import requirement_refusal as requirement_refusal
 from attnplug.declare.kv_format import as_format as as_format
 from attnplug.declare.spec import KernelBuild as KernelBuild
+from attnplug.kv.buffer import CodedRows as CodedRows
 from attnplug.kv.buffer import PageCopy as PageCopy
 from attnplug.kv.buffer import PagedBuffer as PagedBuffer
 from attnplug.kv.buffer import copy_pages as copy_pages
 from attnplug.kv.buffer import settle_copies as settle_copies
 from attnplug.kv.buffer import torch_dtype as torch_dtype
-from attnplug.kv.caches import CacheKey as CacheKey
-from attnplug.kv.coded_rows import CodedRows as CodedRows
 from attnplug.kv.layout import PageLayout as PageLayout
 from attnplug.kv.layout import split_table as split_table
+from attnplug.kv.pools import CacheKey as CacheKey
 from attnplug.kv.row_pool import RowFormat as RowFormat
 from attnplug.kv.row_pool import RowPool as RowPool
 from attnplug.kv.row_pool import check_size as check_size

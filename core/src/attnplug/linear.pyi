@@ -1,7 +1,7 @@
 from attnplug.author.attention import PlannedBackend as PlannedBackend
 from attnplug.contract.backend import LinearHooks as LinearHooks
-from attnplug.contract.linear import DeltaInputs as DeltaInputs
-from attnplug.contract.linear import DeltaWeights as DeltaWeights
-from attnplug.contract.linear import LinearInputs as LinearInputs
+from attnplug.contract.inputs import DeltaInputs as DeltaInputs
+from attnplug.contract.inputs import DeltaWeights as DeltaWeights
+from attnplug.contract.inputs import LinearInputs as LinearInputs
 from attnplug.declare.model import LinearDims as LinearDims
 from attnplug.kv.pools import LinearStatePool as LinearStatePool

@@ -1,3 +1,3 @@
-from attnplug.auto.measurement import MeasuredShape as MeasuredShape
-from attnplug.auto.measurement import MeasuredTable as MeasuredTable
-from attnplug.auto.measurement import Measurement as Measurement
+from attnplug.auto.table_store import MeasuredShape as MeasuredShape
+from attnplug.auto.table_store import MeasuredTable as MeasuredTable
+from attnplug.auto.table_store import Measurement as Measurement

@@ -17,7 +17,7 @@ from attnplug.auto.ranking import default_ranking
 from attnplug.auto.table_store import table_path
 from attnplug.declare.device import Processor
 from attnplug.declare.installed import installed_version
-from attnplug.declare.registered import Provided, Source
+from attnplug.declare.spec import Provided, Source
 from attnplug.host import BackendRequest, Registry, Selection, select
 from attnplug.tables import MeasuredShape, MeasuredTable, Measurement
 from support.selection import LLAMA, backend, registry

@@ -13,7 +13,7 @@ import torch
 
 from attnplug import Claims, ForwardBatch, ForwardMode, Geometry, GraphLevel, Plan
 from attnplug.contract.backend import AttentionBackend, hook_signatures, methods
-from attnplug.contract.plan import BackendId
+from attnplug.contract.batch import BackendId
 
 MEMBERS = {**methods(AttentionBackend), **hook_signatures()}
 PLANNERS = ("init_forward_metadata", "init_forward_metadata_out_graph", "init_mha_chunk_metadata")

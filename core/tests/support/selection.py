@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from attnplug import AttentionKind, BackendSpec, Capabilities, DType, LayerSpec, ModelSpec, Role
-from attnplug.declare.registered import Registered, Source
+from attnplug.declare.spec import Registered, Source
 from attnplug.declare.version import CONTRACT_VERSION
 from attnplug.host import MLADims, Registry
 from attnplug.linear import LinearDims

@@ -9,7 +9,7 @@ import pytest
 
 from attnplug import BackendContext, DType, ExtendPath, ForwardMode, PlanError, Problem, Role
 from attnplug.host import ExtendPolicy
-from attnplug.wrappers.split import SplitBackend
+from attnplug.wrappers.forwarding import SplitBackend
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_cutedsl_mla import build

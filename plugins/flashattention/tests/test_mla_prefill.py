@@ -19,12 +19,11 @@ from attnplug import (
     RaggedCall,
     Serving,
 )
-from attnplug.contract.backend import hook_signatures
-from attnplug.contract.hooks import bind_hook
-from attnplug.contract.plan import BackendId
+from attnplug.contract.backend import bind_hook, hook_signatures
+from attnplug.contract.batch import BackendId
 from attnplug.host import ExtendPolicy
 from attnplug.torch_native.backend import TorchNativeBackend
-from attnplug.wrappers.split import HybridLinearBackend, SplitBackend
+from attnplug.wrappers.forwarding import HybridLinearBackend, SplitBackend
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_testing.errors import raises_naming

@@ -13,7 +13,7 @@ import torch
 
 from attnplug import Role
 from attnplug.host import TINY_CONFIGS, load_registry
-from attnplug.wrappers.split import HybridLinearBackend
+from attnplug.wrappers.forwarding import HybridLinearBackend
 from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.graphs.step_graphs import capture_steps
 from attnplug_testing.devices import INTERPRETED

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attnplug import Claims, GraphLevel, Plan
-from attnplug.contract.plan import BackendId
+from attnplug.contract.batch import BackendId
 
 
 class Hookless:

@@ -10,8 +10,7 @@ import torch
 from attnplug import BackendError, ExtendPath, ForwardMode, PlanError
 from attnplug.host import ExtendPolicy, KVPools, MLAWeights, ModelAttention, plan_forward
 from attnplug.sparse import IndexInputs
-from attnplug.wrappers.forwarding import limited_by
-from attnplug.wrappers.split import HybridLinearBackend, SplitBackend
+from attnplug.wrappers.forwarding import HybridLinearBackend, SplitBackend, limited_by
 from attnplug_conformance.arithmetic import pad_rows
 from attnplug_engine.execution.two_batch import BatchSplit, plan_halves, split_batch
 from attnplug_sparse.selection import select_rows

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from attnplug import Role
-from attnplug.cli.main import main
+from attnplug.cli.app import main
 
 Attnplug = Callable[..., "Outcome"]
 Explained = Callable[..., tuple[int, Any]]

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from attnplug import ForwardBatch, ForwardMode, Geometry, Plan, RaggedCall
-from attnplug.contract.batch import BatchPlan, _CheckedPlans
-from attnplug.contract.plan import BackendId, PlanRecord
+from attnplug.contract.batch import BackendId, BatchPlan, PlanRecord
 from attnplug.host import HostLengths, TypicalLens
 
 
@@ -34,9 +33,6 @@ def value_of(field: dataclasses.Field[Any]) -> Any:
         return extend_geometry()
     if field.name == "plan":
         return BatchPlan(Plan(BackendId("whole"), ForwardMode.EXTEND, tokens, None))
-    if field.name == "_checked":
-        plan = BatchPlan(Plan(BackendId("whole"), ForwardMode.EXTEND, tokens, None))
-        return _CheckedPlans(plan, extend_geometry(), decode=False)
     more = {"PlanRecord | None": PlanRecord(3, 6, False), "TypicalLens | None": TypicalLens(8, 9), "object": "rows"}
     return {"int": 9, "int | None": 9, "bool": True, **more}[str(field.type)]
 
@@ -57,6 +53,6 @@ DIVIDED = {
     **dict.fromkeys(("mode", "page_size", "max_seq_len", "max_new", "captured", "step", "typical"), "shared"),
     **dict.fromkeys(("input_ids", "positions", "slots"), "token"),
     **dict.fromkeys(("page_table", "seq_lens", "new_lens", "state_slots", "host", "tree", "table_rows"), "request"),
-    **dict.fromkeys(("plan", "plan_record", "passed_on", "_checked"), "reset"),
+    **dict.fromkeys(("plan", "plan_record", "passed_on"), "reset"),
 }
 """How each field is divided between the halves of a batch."""

@@ -30,7 +30,7 @@ from attnplug import (
     Role,
     Serving,
 )
-from attnplug.declare.registered import Registered
+from attnplug.declare.spec import Registered
 from attnplug.host import KVPools, Limits, MLADims, ModelAttention, Parallel, WorkspaceOwner, load_registry
 from attnplug.sparse import Coordinator
 from attnplug_conformance.arithmetic import relative_error

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnplug.kv import buffer, coded_rows
+from attnplug.kv import buffer
 from attnplug.kv.layout import PageLayout
 from attnplug_testing.devices import DEVICES, GPU_MARKS, INTERPRETED
 
@@ -32,10 +32,8 @@ def writing(how: str) -> Iterator[str]:
             from attnplug.kv.triton_rows import RowWriter
 
             patch.setattr(buffer, "row_kernel", lambda pages: _plain_writer(pages, RowWriter))
-            make = coded_rows.format_kernel
-            patch.setattr(
-                coded_rows, "format_kernel", lambda format, parts, scale, _: make(format, parts, scale, "cuda")
-            )
+            make = buffer.format_kernel
+            patch.setattr(buffer, "format_kernel", lambda format, parts, scale, _: make(format, parts, scale, "cuda"))
             patch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
         yield how.partition(" ")[0]
 

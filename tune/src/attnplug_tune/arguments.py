@@ -8,10 +8,9 @@ import os
 from pathlib import Path
 
 from attnplug.cli.app import option
-from attnplug.declare.errors import UsageError
+from attnplug.declare.errors import Setting, UsageError
 from attnplug.declare.options import split_settings
 from attnplug.declare.problem import DType, ExtendPath, Problem
-from attnplug.declare.settings import Setting
 from attnplug.registry.registry import load_registry
 from attnplug_tune.points import check_requests, parse_points
 from attnplug_tune.shapes import parse_shapes

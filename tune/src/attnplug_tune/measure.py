@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from attnplug.auto.measurement import Measurement
 from attnplug.auto.ranking import default_ranking
+from attnplug.auto.table_store import Measurement
 from attnplug.contract.backend import AttentionBackend
 from attnplug.contract.context import HostContext
 from attnplug.declare.errors import BackendError, describe_error

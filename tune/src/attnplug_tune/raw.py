@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from attnplug.registry.isolation import guarded
-from attnplug.registry.loading import find_entry_points, load_entry_point
+from attnplug.registry.loading import find_entry_points, guarded, load_entry_point
 from attnplug_tune.clock import Chain
 from attnplug_tune.raw_calls import RAW_GROUP, RawCalls, RawScene
 from attnplug_tune.stage import Stage

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from attnplug.auto.measurement import MeasuredTable
+from attnplug.auto.table_store import MeasuredTable
 from attnplug.declare.errors import UsageError
 from attnplug.declare.problem import Role
 from attnplug.hf.config_keys import read_json_object

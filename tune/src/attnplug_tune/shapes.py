@@ -7,11 +7,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from attnplug.auto.measurement import MeasuredShape
+from attnplug.auto.table_store import MeasuredShape
 from attnplug.declare.errors import UsageError
 from attnplug.declare.model import AttentionKind, LayerSpec, MLADims, ModelSpec
 from attnplug.declare.problem import DEFAULT_PAGE_SIZE, DType, Problem, Role
-from attnplug.declare.registered import Registered
+from attnplug.declare.spec import Registered
 from attnplug.registry.registry import installed_format
 from attnplug_tune.points import Point
 

@@ -20,15 +20,13 @@ from torch import Tensor
 from attnplug.contract.backend import AttentionBackend, ForwardExtras
 from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.context import HostContext, Limits
-from attnplug.contract.geometry import Geometry, TypicalLens
-from attnplug.contract.mode import ForwardMode
-from attnplug.contract.sparse import IndexInputs
+from attnplug.contract.geometry import ForwardMode, Geometry, TypicalLens
+from attnplug.contract.inputs import IndexInputs
 from attnplug.declare.model import LayerSpec, MLADims, ModelSpec
 from attnplug.declare.problem import GraphLevel, Role
 from attnplug.host import MLAWeights, installed_format
 from attnplug.kv.buffer import torch_dtype
-from attnplug.kv.caches import CacheKey, KeyedCache, KVPools
-from attnplug.kv.pools import MHAPool, MLAPool
+from attnplug.kv.pools import CacheKey, KeyedCache, KVPools, MHAPool, MLAPool
 from attnplug.kv.workspace import WorkspaceOwner
 from attnplug.layers.model_attention import ModelAttention
 from attnplug.machine.runtime import runtime_of

@@ -13,12 +13,11 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from attnplug.auto.measurement import MeasuredTable
-from attnplug.auto.table_store import DRIVER, SCHEMA, TableError, read_tables
+from attnplug.auto.table_store import DRIVER, SCHEMA, MeasuredTable, TableError, read_tables
 from attnplug.declare.device import Processor
 from attnplug.declare.errors import TableWarning
 from attnplug.declare.installed import installed_version
-from attnplug.declare.registered import Registered
+from attnplug.declare.spec import Registered
 
 LOCK_SECONDS = 10.0
 """Time that a writer waits for the lock. Writing takes milliseconds."""

@@ -9,8 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from attnplug.auto.measurement import MeasuredTable
-from attnplug.auto.table_store import TableError, read_tables, table_path
+from attnplug.auto.table_store import MeasuredTable, TableError, read_tables, table_path
 from attnplug.cli import output
 from attnplug.declare.device import Processor
 from attnplug.machine.interrupt import raise_on_sigterm

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from attnplug.auto.measurement import MeasuredShape, MeasuredTable, Measurement
+from attnplug.auto.table_store import MeasuredShape, MeasuredTable, Measurement
 from attnplug.declare.device import Processor
 from attnplug.declare.problem import Role
 from attnplug_tune.measure import Failed, Job, Outcome, Skipped, Timed

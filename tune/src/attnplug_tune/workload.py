@@ -11,15 +11,13 @@ import torch
 from attnplug.auto.ranking import by_preference
 from attnplug.cli.output import warn_of_plugins
 from attnplug.declare.device import Processor
-from attnplug.declare.errors import UsageError
+from attnplug.declare.errors import Render, Setting, UsageError
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.options import parse_options, split_settings
 from attnplug.declare.problem import DType, ExtendPath, Problem, Role, model_dtype
-from attnplug.declare.settings import Render, Setting
 from attnplug.machine.runtime import open_device, runtime_of
 from attnplug.registry.hosts import load_host
-from attnplug.registry.models import load_model
-from attnplug.registry.registry import Registry, load_registry
+from attnplug.registry.registry import Registry, load_model, load_registry
 from attnplug.registry.selection import AUTO
 from attnplug_tune.measure import Job
 from attnplug_tune.points import Point, default_points, parse_points

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from attnplug import AttentionKind, ForwardBatch, ForwardExtras, ForwardMode, Geometry, KVFormat, Role
-from attnplug.wrappers.split import SplitBackend
+from attnplug.wrappers.forwarding import SplitBackend
 from attnplug_conformance.arithmetic import NAN, relative_error
 from attnplug_conformance.case import FIRST, LAYER, Case, always
 from attnplug_conformance.check import Check, CheckContext

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from attnplug import ForwardMode
 from attnplug.declare.version import contract_problem
-from attnplug.registry.isolation import BuildError
 from attnplug.registry.kernel_builds import declared_builds
+from attnplug.registry.loading import BuildError
 from attnplug_conformance.case import Case
 from attnplug_conformance.check import Check, CheckContext
 from attnplug_conformance.diagnosis import CheckFailure

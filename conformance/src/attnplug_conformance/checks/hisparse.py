@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnplug import ForwardMode, Geometry
 from attnplug.host import KVPools
-from attnplug.kv.coded_rows import part_views
+from attnplug.kv.buffer import part_views
 from attnplug_conformance.check import Check, CheckContext
 from attnplug_conformance.checks.cache import check_written
 from attnplug_conformance.checks.sparse import DECODE, EXTEND, VERIFY, SparseScene, check_sparse, sparse_case

@@ -11,7 +11,7 @@ import torch
 
 from attnplug import AttentionKind, DType, ForwardBatch, ForwardMode, Geometry, GraphLevel, ModelSpec
 from attnplug.machine.runtime import runtime_of
-from attnplug.wrappers.split import HybridLinearBackend
+from attnplug.wrappers.forwarding import HybridLinearBackend
 from attnplug_conformance.arithmetic import NAN, relative_error
 from attnplug_conformance.case import FIRST, LAYER, Case, Shape, always
 from attnplug_conformance.check import Check, CheckContext, Measured, expect_error

@@ -12,7 +12,7 @@ from torch import Tensor
 from attnplug import AttentionKind, DType, ExtendPath, ForwardBatch, RaggedCall
 from attnplug.contract.backend import bind_optional_hook
 from attnplug.host import ExtendPolicy, MLAWeights, ModelAttention
-from attnplug.wrappers.split import SplitBackend
+from attnplug.wrappers.forwarding import SplitBackend
 from attnplug_conformance.arithmetic import NAN, pad_rows, relative_error, uninitialized_as_nan, watched
 from attnplug_conformance.case import Case, always
 from attnplug_conformance.check import Check, CheckContext, Measured

@@ -12,9 +12,8 @@ from functools import partial
 import torch
 
 from attnplug import AttentionBackend, AttentionKind, ForwardBatch, ForwardMode, LayerSpec, Plan, Role
-from attnplug.contract.backend import hook_signatures
+from attnplug.contract.backend import bind_hook, hook_signatures
 from attnplug.contract.batch import BatchPlan
-from attnplug.contract.hooks import bind_hook
 from attnplug.host import ForwardingBackend, plan_forward
 from attnplug.machine.runtime import runtime_of
 from attnplug_conformance.arithmetic import poison, relative_error

@@ -12,12 +12,10 @@ from torch import Tensor
 
 from attnplug.author.served_layers import NO_EXTRAS, NewRows, ServedLayers, output_width
 from attnplug.contract.backend import ForwardExtras
-from attnplug.contract.batch import ForwardBatch
+from attnplug.contract.batch import BackendId, ForwardBatch, Plan, describe_result
 from attnplug.contract.context import BackendContext
-from attnplug.contract.geometry import Geometry
-from attnplug.contract.mode import ForwardMode
-from attnplug.contract.plan import BackendId, Plan, describe_result
-from attnplug.declare.claims import Claims
+from attnplug.contract.geometry import ForwardMode, Geometry
+from attnplug.declare.capabilities import Claims
 from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import LARGEST_TREE, ExtendPath, GraphLevel
@@ -131,8 +129,13 @@ class PlannedBackend(ABC):
         for name in {name for base in type(self).__mro__ for name in getattr(base, "__abstractmethods__", ())}:
             if not callable(method := getattr(self, name)):
                 raise BackendError(f"{name} of backend {context.name} is {method!r}, which cannot be called")
-        if self.claims.cuda_graph is not GraphLevel.NEVER:
-            self._check_graph_methods()
+        own = {"capture": "capture(geometry, memory)", "refill": "refill(plan, geometry)"}
+        missing = [shown for name, shown in own.items() if getattr(type(self), name) is getattr(PlannedBackend, name)]
+        if missing and self.claims.cuda_graph is not GraphLevel.NEVER:
+            raise BackendError(
+                f"backend {self.backend_id.name} claims cuda_graph {self.claims.cuda_graph.name}, but defines no "
+                f"{' and no '.join(missing)}; define it, or claim GraphLevel.NEVER"
+            )
 
     @abstractmethod
     def plan(self, geometry: Geometry) -> Plan:
@@ -175,15 +178,6 @@ class PlannedBackend(ABC):
         """Length of padded requests: 0, so nothing is read or written for them."""
         return 0
 
-    def _check_graph_methods(self) -> None:
-        own = {"capture": "capture(geometry, memory)", "refill": "refill(plan, geometry)"}
-        missing = [shown for name, shown in own.items() if getattr(type(self), name) is getattr(PlannedBackend, name)]
-        if missing:
-            raise BackendError(
-                f"backend {self.backend_id.name} claims cuda_graph {self.claims.cuda_graph.name}, but defines no "
-                f"{' and no '.join(missing)}; define it, or claim GraphLevel.NEVER"
-            )
-
     def check_geometry(self, geometry: Geometry) -> None:
         """Raise PlanError for a batch with another page size, an unknown lane, or unsupported trees."""
         if geometry.page_size != self.context.page_size:
@@ -192,11 +186,8 @@ class PlannedBackend(ABC):
                 f"{self.context.page_size}"
             )
         self.check_lane(geometry.lane)
-        if geometry.tree is not None:
-            self._check_tree(geometry, geometry.tree)
-
-    def _check_tree(self, geometry: Geometry, tree: Tensor) -> None:
-        """Raise PlanError for a tree that this backend would run as a chain, or misread."""
+        if (tree := geometry.tree) is None:
+            return
         name, rows, ragged = self.backend_id.name, geometry.max_new, geometry.new_lens is not None
         trees, shape = f"a batch has trees of {rows} rows per request", (geometry.requests, rows)
         if geometry.mode is not ForwardMode.TARGET_VERIFY or ragged:

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from attnplug.contract.backend import AttentionBackend, ForwardExtras, bind_optional_hook, hook_signatures
-from attnplug.contract.batch import ForwardBatch
+from attnplug.contract.batch import ForwardBatch, Plan, describe_result
 from attnplug.contract.context import BackendContext
-from attnplug.contract.plan import BackendId, Plan, describe_result
-from attnplug.contract.sparse import check_selected
+from attnplug.contract.inputs import check_selected
 from attnplug.declare.errors import BackendError, PlanError, PoolError
 from attnplug.declare.model import LayerSpec, MLADims
 from attnplug.kv.pools import MLAPool
@@ -46,24 +45,19 @@ class ServedLayers:
             raise BackendError(f"layer {layer.layer_id}: q has shape {tuple(q.shape)}; give [rows, heads, width]")
         rows, heads, width = q.shape
         if q_rope is not None:
-            width = self._joined_width(layer, q, q_rope)
+            rank, rope = (0, 0) if layer.mla is None else (layer.mla.kv_lora_rank, layer.mla.qk_rope_head_dim)
+            if width != rank or q_rope.shape != (rows, heads, rope) or q_rope.dtype is not q.dtype:
+                raise BackendError(
+                    f"layer {layer.layer_id}: q has shape {tuple(q.shape)} and extras.q_rope is {q_rope.dtype} of "
+                    f"shape {tuple(q_rope.shape)}; give the latent part [rows, heads, {rank}] and the rotary part "
+                    f"[rows, heads, {rope}] of an MLA layer, both in {q.dtype}"
+                )
+            width = rank + rope
         if (heads, width) != wanted:
             raise BackendError(
                 f"layer {layer.layer_id}: q has (heads, width) {(heads, width)}, but on this rank it has {wanted}"
             )
         return rows
-
-    @staticmethod
-    def _joined_width(layer: LayerSpec, q: Tensor, q_rope: Tensor) -> int:
-        """Return the width of absorbed queries that are given in two parts."""
-        rank, rope = (0, 0) if layer.mla is None else (layer.mla.kv_lora_rank, layer.mla.qk_rope_head_dim)
-        if q.shape[2] != rank or q_rope.shape != (*q.shape[:2], rope) or q_rope.dtype is not q.dtype:
-            raise BackendError(
-                f"layer {layer.layer_id}: q has shape {tuple(q.shape)} and extras.q_rope is {q_rope.dtype} of shape "
-                f"{tuple(q_rope.shape)}; give the latent part [rows, heads, {rank}] and the rotary part [rows, heads, "
-                f"{rope}] of an MLA layer, both in {q.dtype}"
-            )
-        return rank + rope
 
     def check_extras(self, layer: LayerSpec, q: Tensor, extras: ForwardExtras | None) -> ForwardExtras:
         """Validate and return the extras of a call. Raises BackendError for one that the backend does not claim."""
@@ -216,26 +210,21 @@ def bind_forward(holder: object, attribute: str, backend: AttentionBackend, name
         if layer.layer_id in checked:
             setattr(owner(), attribute, method)
         elif result is not None or name != "forward_delta":  # which may leave a batch to its parts
-            if problem := _problem(result, *_EXPECTED[name](*args), getattr(kwargs.get("extras"), "out", None)):
-                who = _planner(args, layer) or backend.backend_id
+            (shape, like), out = _EXPECTED[name](*args), getattr(kwargs.get("extras"), "out", None)
+            wanted, problem = f"{like.dtype} of shape {shape} on {like.device}", ""
+            if not isinstance(result, Tensor) or describe_result(result) != wanted:
+                problem = f"{describe_result(result)}; it must return {wanted}"
+            elif out is not None and result.data_ptr() != out.data_ptr():
+                problem = (
+                    "other memory than extras.out, which it was given and claims; it must write to it and return it"
+                )
+            if problem:
+                plans = [each for each in args if isinstance(each, Plan)]
+                plans += [each.plan.attention for each in args if isinstance(each, ForwardBatch) and each.plan]
+                # A wrapper's plan has a planner for each kind of layer.
+                who = plans[0].planners()[-1 if layer.kind.is_linear else 0] if plans else backend.backend_id
                 raise BackendError(f"{name} of {who.label} returned {problem} (layer {layer.layer_id})")
             checked.add(layer.layer_id)
         return result
 
     return first_results
-
-
-def _problem(result: object, shape: tuple[int, ...], like: Tensor, out: Tensor | None) -> str:
-    found, wanted = describe_result(result), f"{like.dtype} of shape {shape} on {like.device}"
-    if not isinstance(result, Tensor) or found != wanted:
-        return f"{found}; it must return {wanted}"
-    if out is not None and result.data_ptr() != out.data_ptr():
-        return "other memory than extras.out, which it was given and claims; it must write to it and return it"
-    return ""
-
-
-def _planner(args: tuple[Any, ...], layer: LayerSpec) -> BackendId | None:
-    """Return the backend that ran a layer. A wrapper's plan has one for each kind of layer."""
-    plans = [each for each in args if isinstance(each, Plan)]
-    plans += [each.plan.attention for each in args if isinstance(each, ForwardBatch) and each.plan is not None]
-    return plans[0].planners()[-1 if layer.kind.is_linear else 0] if plans else None

@@ -9,15 +9,12 @@ from torch import Tensor
 
 from attnplug.auto.schedule import BackendSchedule, ExtendSchedule
 from attnplug.contract.backend import AttentionBackend
-from attnplug.contract.batch import ForwardBatch
-from attnplug.contract.geometry import Geometry, is_ragged
-from attnplug.contract.mode import ForwardMode
-from attnplug.contract.plan import Plan, received_plan
-from attnplug.contract.ragged import RaggedCall
+from attnplug.contract.batch import ForwardBatch, Plan, received_plan
+from attnplug.contract.geometry import ForwardMode, Geometry, is_ragged
+from attnplug.contract.inputs import RaggedCall
 from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import GraphLevel, Role
-from attnplug.wrappers.forwarding import ForwardingBackend
-from attnplug.wrappers.split import role_of_modes, weakest_by_role
+from attnplug.wrappers.forwarding import ForwardingBackend, role_of_modes, weakest_by_role
 
 _SAMPLED = 16
 """Requests whose lengths are read. Of larger batches, a strided sample of about this many is."""

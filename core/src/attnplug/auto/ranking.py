@@ -8,18 +8,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import NamedTuple
 
-from attnplug.auto.measurement import MeasuredShape
 from attnplug.auto.schedule import BackendSchedule, BatchPoint, ExtendSchedule, filled
-from attnplug.auto.table_store import FoundTable, Plugins, load_tables
-from attnplug.declare.errors import TableWarning, UsageError
+from attnplug.auto.table_store import FoundTable, MeasuredShape, Plugins, load_tables
+from attnplug.declare.errors import Refusal, RefusalCode, TableWarning, UsageError
 from attnplug.declare.problem import DEFAULT_PAGE_SIZE, Problem, Role, model_dtype
-from attnplug.declare.refusal import Refusal, RefusalCode
-from attnplug.declare.registered import Registered
+from attnplug.declare.spec import Registered
 
 
-@dataclass(frozen=True, slots=True)
-class Ranked:
+class Ranked(NamedTuple):
     """Usable backends, the best first, with the reason in a few words.
 
     ``schedule`` gives the fastest of them per batch, if any. Its first candidate serves everything else.
@@ -125,7 +123,12 @@ class Ranking:
         if not names or len(usable) == 1 or (others and not beside_others):
             return Ranked(preferred, _why_preferred(*preferred))
         points = _served({point for of_backend in times.values() for point in of_backend}, role, problem)
-        slowness = _slowness({name: filled(of_backend, points) for name, of_backend in times.items()}, points)
+        at_points = {name: filled(of_backend, points) for name, of_backend in times.items()}
+        best = {point: min(of_backend[point] for of_backend in at_points.values()) for point in points}
+        slowness = {
+            name: [of_backend[p] / best[p] if math.isfinite(of_backend[p]) else NOT_MEASURED for p in points]
+            for name, of_backend in at_points.items()
+        }
         score = {name: math.fsum(map(math.log, slow)) / len(points) for name, slow in slowness.items()}
         by_name = {backend.spec.name: backend for backend in usable}
         order = sorted(names, key=lambda name: (score[name], name))
@@ -136,7 +139,25 @@ class Ranking:
         if by_batch and len(sharing := _sharing(slowness, order)) > 1:
             kind = ExtendSchedule if role is Role.PREFILL else BackendSchedule
             schedule = kind({name: times[name] for name in sharing})
-        return Ranked(backends, _why(order, points, times, fits, others, schedule, role), schedule)
+        # One line: times at one point, the origin of the tables, and backends that were not measured.
+        about = _SHOWN[_MEASURED_AS.get(role, role)]
+        common = [point for point in points if all(point in of_backend for of_backend in times.values())]
+        shown = min(common or points, key=lambda point: (sum(map(_octaves, point, about)), point))
+        figures = [f"{name} {times[name][shown]:.1f}" for name in order if shown in times[name]]
+        figures[0] += " µs"
+        new = f" ({shown.tokens} new)" if shown.tokens > 1 else ""
+        used = [fit.tables[name] for fit in fits for name in order]
+        origins = sorted({f"{each.table.measured}, {each.origin.words}" for each in used}, reverse=True)
+        first = "the fastest" if schedule is None else f"{' and '.join(schedule.candidates)} by batch, the fastest"
+        parts = [
+            f"{first} of {len(order)} at {len(points)} point{'s' * (len(points) > 1)}",
+            f"{', '.join(figures)} at {shown.requests} × {shown.length}{new}",
+            f"table of {' and of '.join(origins)}",
+            *sorted({f"nearest shape: {fit.nearest}" for fit in fits if fit.nearest is not None}),
+        ]
+        if others:
+            parts.append(f"not measured: {_names(sorted(others, key=by_preference))} ('attnplug tune' measures)")
+        return Ranked(backends, "; ".join(parts), schedule)
 
     def failures(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Mapping[str, Refusal]:
         """Refusals, by name, of backends that failed at a shape of the model's layers, on this machine and with the
@@ -164,8 +185,16 @@ class Ranking:
         fits = [fit for fit in found if fit is not None]
         if not fits or len(fits) < len(found):
             return [], {}
-        present = [name for name in names if all(name in fit.tables for fit in fits)]
-        return fits, {name: times for name in present if (times := _model_times(name, fits))}
+        times: dict[str, dict[BatchPoint, float]] = {}
+        for name in (name for name in names if all(name in fit.tables for fit in fits)):
+            rows = [{BatchPoint(*row[:4]): row.microseconds for row in fit.tables[name].table.rows} for fit in fits]
+            points = sorted({point for measured in rows for point in measured})
+            parts = [(fit.count, filled(measured, points)) for fit, measured in zip(fits, rows, strict=True)]
+            layers = sum(count for count, _ in parts)
+            sums = {point: sum(count * part[point] for count, part in parts) / layers for point in points}
+            # Points where all shapes of the model's layers were measured.
+            times[name] = {point: time for point, time in sums.items() if math.isfinite(time)}
+        return fits, {name: of_backend for name, of_backend in times.items() if of_backend}
 
 
 BY_PREFERENCE = Ranking()
@@ -227,27 +256,6 @@ def _octaves(one: int, other: int) -> float:
     return abs(math.log2(max(one, 1) / max(other, 1)))
 
 
-def _model_times(name: str, fits: Iterable[_Fit]) -> dict[BatchPoint, float]:
-    """Mean microseconds of a layer by point, at points where all shapes of the model's layers were measured."""
-    rows = [
-        (fit.count, {BatchPoint(*row[:4]): row.microseconds for row in fit.tables[name].table.rows}) for fit in fits
-    ]
-    points = sorted({point for _, times in rows for point in times})
-    layers = sum(count for count, _ in rows)
-    parts = [(count, filled(times, points)) for count, times in rows]
-    sums = {point: sum(count * times[point] for count, times in parts) / layers for point in points}
-    return {point: time for point, time in sums.items() if math.isfinite(time)}
-
-
-def _slowness(times: Times, points: Sequence[BatchPoint]) -> dict[str, list[float]]:
-    """Time of each backend divided by the best time, point by point."""
-    best = {point: min(of_backend[point] for of_backend in times.values()) for point in points}
-    return {
-        name: [of_backend[p] / best[p] if math.isfinite(of_backend[p]) else NOT_MEASURED for p in points]
-        for name, of_backend in times.items()
-    }
-
-
 def _sharing(slowness: Mapping[str, Sequence[float]], order: Sequence[str]) -> tuple[str, ...]:
     """Smallest set of backends that serves every point within ``TOLERANCE`` of the best; of several, the fastest."""
     for size in range(1, len(order) + 1):
@@ -259,34 +267,3 @@ def _sharing(slowness: Mapping[str, Sequence[float]], order: Sequence[str]) -> t
         if found:
             return min(found)[1]
     raise AssertionError("all backends together are as fast as the best")
-
-
-def _why(
-    order: Sequence[str],
-    points: Sequence[BatchPoint],
-    times: Times,
-    fits: Sequence[_Fit],
-    others: Sequence[Registered],
-    schedule: BackendSchedule | None,
-    role: Role,
-) -> str:
-    """One line: times at one point, the origin of the tables, and backends that were not measured."""
-    common = [point for point in points if all(point in times[name] for name in order)]
-    about = _SHOWN[_MEASURED_AS.get(role, role)]
-    shown = min(common or points, key=lambda point: (sum(map(_octaves, point, about)), point))
-    figures = [f"{name} {times[name][shown]:.1f}" for name in order if shown in times[name]]
-    figures[0] += " µs"
-    new = f" ({shown.tokens} new)" if shown.tokens > 1 else ""
-    used = [fit.tables[name] for fit in fits for name in order]
-    origins = sorted({f"{each.table.measured}, {each.origin.words}" for each in used}, reverse=True)
-    nearest = sorted({str(fit.nearest) for fit in fits if fit.nearest is not None})
-    best = "the fastest" if schedule is None else f"{' and '.join(schedule.candidates)} by batch, the fastest"
-    parts = [
-        f"{best} of {len(order)} at {len(points)} point{'s' * (len(points) > 1)}",
-        f"{', '.join(figures)} at {shown.requests} × {shown.length}{new}",
-        f"table of {' and of '.join(origins)}",
-        *(f"nearest shape: {each}" for each in nearest),
-    ]
-    if others:
-        parts.append(f"not measured: {_names(sorted(others, key=by_preference))} ('attnplug tune' measures)")
-    return "; ".join(parts)

@@ -6,6 +6,7 @@ import math
 import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 _LEADING_BITS = 4
@@ -100,8 +101,8 @@ class BackendSchedule:
         self._points = Grid(points)
         self._counts = frozenset(count for point in points for count in (point.requests, point.tokens))
         self._filled = {name: filled(of_backend, points) for name, of_backend in self.times.items()}
-        self._ranges: dict[tuple[int, int, bool], tuple[tuple[int, ...], tuple[str, ...]]] = {}
-        self._overall: dict[tuple[int, int, int], str] = {}
+        self._ranges = lru_cache(_MOST_CACHED)(self._find_ranges)
+        self._overall = lru_cache(_MOST_CACHED)(self._best_within)
 
     @property
     def candidates(self) -> tuple[str, ...]:
@@ -116,10 +117,7 @@ class BackendSchedule:
 
     def fastest(self, requests: int, length: int, tokens: int, ragged: bool = False) -> str:
         """Name of the fastest backend. ``length`` is every request's KV length, or their mean if ``ragged``."""
-        try:
-            ends, names = self._ranges[requests, tokens, ragged]
-        except KeyError:
-            ends, names = self.length_ranges(requests, tokens, ragged)
+        ends, names = self.length_ranges(requests, tokens, ragged)
         return names[bisect_left(ends, length)]
 
     def overall(self, requests: int, tokens: int, longest: int) -> str:
@@ -128,16 +126,16 @@ class BackendSchedule:
         It has the smallest geometric mean of its time divided by the best time, over the measured lengths. A backend
         that was not measured at all of them ranks after those that were.
         """
-        key = requests, tokens, longest
-        if key not in self._overall:
-            if len(self._overall) >= _MOST_CACHED:
-                self._overall.clear()
-            self._overall[key] = self._best_within(self._rounded(requests), self._rounded(tokens), longest)
-        return self._overall[key]
+        return self._overall(self._rounded(requests), self._rounded(tokens), longest)
 
     def describe(self, requests: int, tokens: int) -> str:
         """Format the length ranges for uniform requests and, if they differ, for ragged ones."""
-        uniform, ragged = (_describe(*self.length_ranges(requests, tokens, kind)) for kind in (False, True))
+        texts = []
+        for kind in (False, True):
+            ends, names = self.length_ranges(requests, tokens, kind)
+            words = [f"{name} up to {end} rows" for end, name in zip(ends, names[:-1], strict=False)]
+            texts.append(", ".join([*words, f"then {names[-1]}" if words else names[-1]]))
+        uniform, ragged = texts
         return uniform if uniform == ragged else f"{uniform}; of different lengths {ragged}"
 
     def expected(self, requests: int, length: int, tokens: int, ragged: bool = False) -> dict[str, float]:
@@ -153,14 +151,11 @@ class BackendSchedule:
 
     def length_ranges(self, requests: int, tokens: int, ragged: bool) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Last KV length, in the end ``sys.maxsize``, and name of each fastest backend, by ascending length. Cached."""
-        rounded = self._rounded(requests), self._rounded(tokens), ragged
-        if rounded not in self._ranges:
-            switches = list(self._switches(*rounded))
-            self._ranges[rounded] = tuple(end for end, _ in switches), tuple(name for _, name in switches)
-        found = self._ranges[rounded]
-        if len(self._ranges) < _MOST_CACHED:
-            self._ranges[requests, tokens, ragged] = found
-        return found
+        return self._ranges(self._rounded(requests), self._rounded(tokens), ragged)
+
+    def _find_ranges(self, requests: int, tokens: int, ragged: bool) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        ends, names = zip(*self._switches(requests, tokens, ragged), strict=True)
+        return ends, names
 
     def _switches(self, requests: int, tokens: int, ragged: bool) -> Iterator[tuple[int, str]]:
         """Find the last length of each backend by bisection between measured lengths."""
@@ -215,7 +210,7 @@ class ExtendSchedule(BackendSchedule):
             (_place([point.tokens] * point.requests, [point.length] * point.requests), point)
             for point in next(iter(self._filled.values()))
         ]
-        self._nearby: dict[tuple[int, ...], dict[str, float]] = {}
+        self._nearby = lru_cache(_MOST_CACHED)(self._times_at)
 
     fastest = BackendSchedule._best
 
@@ -224,18 +219,16 @@ class ExtendSchedule(BackendSchedule):
 
     def expected_extend(self, query_lens: Sequence[int], kv_lens: Sequence[int]) -> dict[str, float]:
         """Interpolated microseconds of each candidate for requests with these new tokens and KV lengths."""
-        place = _place(query_lens, kv_lens)
-        if place not in self._nearby:
-            if len(self._nearby) >= _MOST_CACHED:
-                self._nearby.clear()
-            nearest = sorted((max(math.dist(place, at), 0.1), point, at) for at, point in self._places)[:6]
-            weights = {point: (distance**-4, _work(place) / _work(at)) for distance, point, at in nearest}
-            total = sum(weight for weight, _ in weights.values())
-            self._nearby[place] = {
-                name: math.exp(sum(w * math.log(more * times[point]) for point, (w, more) in weights.items()) / total)
-                for name, times in self._filled.items()
-            }
-        return self._nearby[place]
+        return self._nearby(_place(query_lens, kv_lens))
+
+    def _times_at(self, place: tuple[int, ...]) -> dict[str, float]:
+        nearest = sorted((max(math.dist(place, at), 0.1), point, at) for at, point in self._places)[:6]
+        weights = {point: (distance**-4, _work(place) / _work(at)) for distance, point, at in nearest}
+        total = sum(weight for weight, _ in weights.values())
+        return {
+            name: math.exp(sum(w * math.log(more * times[point]) for point, (w, more) in weights.items()) / total)
+            for name, times in self._filled.items()
+        }
 
 
 def _place(query_lens: Sequence[int], kv_lens: Sequence[int]) -> tuple[int, ...]:
@@ -247,11 +240,6 @@ def _place(query_lens: Sequence[int], kv_lens: Sequence[int]) -> tuple[int, ...]
 def _work(place: tuple[int, ...]) -> float:
     """Work in pairs, with rough shares of each row and of the launch."""
     return 2 ** (place[2] / 8) + 512 * 2 ** (place[1] / 8) + (1 << 19)
-
-
-def _describe(ends: Sequence[int], names: Sequence[str]) -> str:
-    words = [f"{name} up to {end} rows" for end, name in zip(ends, names[:-1], strict=False)]
-    return ", ".join([*words, f"then {names[-1]}" if words else names[-1]])
 
 
 def filled(times: Mapping[BatchPoint, float], points: Iterable[BatchPoint]) -> dict[BatchPoint, float]:

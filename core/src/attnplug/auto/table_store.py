@@ -1,6 +1,7 @@
-"""Files of measured tables: strict reading, and the lookup of those that apply here.
+"""Measured times of backends as plain data, strict reading of their files, and the lookup of those that apply here.
 
 Tables are JSON with a schema version; attnplug-tune writes them. The user's own precede those shipped with plugins.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,16 +12,171 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from datetime import date
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from attnplug.auto.measurement import MeasuredShape, MeasuredTable
 from attnplug.declare.device import Processor
 from attnplug.declare.errors import AttnplugError, PluginError
 from attnplug.declare.installed import installed_version
-from attnplug.declare.reading import integer, of_type
-from attnplug.declare.registered import Provided, Registered
+from attnplug.declare.model import AttentionKind, LayerSpec
+from attnplug.declare.problem import DType, ExtendPath, Role
+from attnplug.declare.reading import format_names, integer, members_of, of_type, several
+from attnplug.declare.spec import Provided, Registered
 from attnplug.hf.config_keys import read_json_object
+
+_MOST = 1 << 40
+"""Exclusive upper bound of counts and microseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredShape:
+    """Layer shape of a measurement per rank, ``[heads, head_dim]`` and more: what a time depends on beside the batch.
+
+    ``head_dim`` is the width of a cached key row; for MLA, of the latent row that all heads share. ``value_dim`` is the
+    width of a value row; for MLA, ``kv_lora_rank``. ``window`` and ``topk`` are 0 if a layer attends to all rows.
+    ``hosted``: MLA whose host absorbs the queries. They come in two parts, and new rows are cached before the call.
+    ``path``: the path of MLA extends, up-projections included; None if ``ExtendPolicy`` chose it batch by batch.
+    """
+
+    kind: AttentionKind
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: DType
+    kv_dtype: str
+    page_size: int
+    window: int = 0
+    topk: int = 0
+    hosted: bool = False
+    path: ExtendPath | None = None
+
+    def __post_init__(self) -> None:
+        enums = {"kind": AttentionKind, "dtype": DType, "path": ExtendPath}
+        for name in (each.name for each in fields(self)):
+            value = getattr(self, name)
+            if name in enums and (name != "path" or value is not None):
+                object.__setattr__(self, name, *members_of(enums[name])(name, [value]))
+            elif name == "kv_dtype":
+                object.__setattr__(self, name, *format_names(name, [value]) or ())
+            elif name == "hosted":
+                if type(value) is not bool or ((value or self.path) and self.kind is not AttentionKind.MLA):
+                    raise PluginError(f"hosted={value!r} must be a bool; it and path={self.path!r} are for mla alone")
+            elif name != "path" and not 0 <= integer(name, value) < _MOST:
+                raise PluginError(f"{name}={value!r} must not be negative, and below {_MOST}")
+
+    @classmethod
+    def of(
+        cls, layer: LayerSpec, types: tuple[DType, str], page_size: int, hosted: bool, path: ExtendPath | None = None
+    ) -> MeasuredShape:
+        """Shape of a layer as one rank has it (``LayerSpec.for_rank``), with the types of activations and cache."""
+        mla, topk = layer.mla, 0 if layer.indexer is None else layer.indexer.topk
+        row = layer.num_kv_heads, layer.head_dim, layer.v_head_dim
+        if mla is not None:
+            row = 1, mla.row_dim, mla.kv_lora_rank
+        window, (hosted, path) = layer.sliding_window or 0, (False, None) if mla is None else (hosted, path)
+        return cls(layer.kind, layer.num_heads, *row, *types, page_size, window, topk, hosted, path)
+
+    def __str__(self) -> str:
+        heads = f"{self.num_heads}" if self.kind is AttentionKind.MLA else f"{self.num_heads}/{self.num_kv_heads}"
+        more = f", window {self.window}" * bool(self.window) + f", {self.topk} rows chosen" * bool(self.topk)
+        more += ", absorbed by a host" * self.hosted + (f", extended {self.path}" if self.path else "")
+        types = self.dtype if self.dtype == self.kv_dtype else f"{self.dtype}, cache {self.kv_dtype}"
+        return f"{self.kind} {heads} heads of {self.head_dim}, {types}, pages of {self.page_size}{more}"
+
+
+class Measurement(NamedTuple):
+    """Time of one layer's call: number of requests, KV length and new tokens of each, and microseconds.
+
+    ``ragged``: KV lengths are spread evenly from half to one and a half times ``length``. ``microseconds`` is the
+    median of the repetitions, ``low`` and ``high`` are their quartiles. A decode of 32 requests:
+    ``Measurement(32, 4096, 1, ragged=False, microseconds=81.5, low=80.9, high=82.0)``.
+    """
+
+    requests: int
+    length: int
+    tokens: int
+    ragged: bool
+    microseconds: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredTable:
+    """Measured times of one backend for one layer shape in one role on one device.
+
+    ``device`` is the GPU's name as reported by its driver and ``sm`` its compute capability; for a CPU, its name and 0.
+    ``versions`` maps distributions, and ``driver``, to the versions that were measured. ``measured`` is the date, such
+    as 2026-11-16. Rows may come in any order, each (requests, length, tokens, ragged) once. The table of a backend that
+    failed has no rows but a one-line reason, ``failed``. Failures count only on the machine where they were measured.
+    A plugin's hook ``attnplug_rankings()`` returns folders of tables.
+    """
+
+    device: str
+    sm: int
+    backend: str
+    role: Role
+    shape: MeasuredShape
+    rows: tuple[Measurement, ...]
+    versions: Mapping[str, str]
+    measured: str
+    failed: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("device", "backend", "measured"):
+            if not isinstance(value := getattr(self, name), str) or not value.strip():
+                raise PluginError(f"a measured table's {name}={value!r} must be a text")
+        try:
+            date.fromisoformat(self.measured)
+        except ValueError:
+            raise PluginError(f"a measured table's measured={self.measured!r} must be a day: 2026-11-16") from None
+        integer("sm", self.sm)
+        object.__setattr__(self, "role", *members_of(Role)("role", [self.role]))
+        if not isinstance(self.shape, MeasuredShape):
+            raise PluginError(f"a measured table's shape={self.shape!r} must be a MeasuredShape")
+        if not isinstance(self.failed, str) or not self.failed.isprintable():
+            raise PluginError(f"the table of {self.title} has failed={self.failed!r}; say in one line what failed")
+        rows = tuple(sorted(_rows(self.title, several("rows", self.rows))))
+        if bool(rows) == bool(self.failed):
+            wrong = "rows, and says that the backend failed; keep one" if rows else "no rows"
+            raise PluginError(f"the table of {self.title} has {wrong}")
+        object.__setattr__(self, "rows", rows)
+        given = self.versions
+        texts = [*given, *given.values()] if isinstance(given, Mapping) else []
+        if not texts or not all(isinstance(text, str) for text in texts):
+            problem = f"versions={given!r}; say what was measured: {{'torch': '2.11.0'}}"
+            raise PluginError(f"the table of {self.title} has {problem}")
+        object.__setattr__(self, "versions", dict(given))
+
+    @property
+    def title(self) -> str:
+        """Backend, role, device and shape. No two tables in use have the same title."""
+        return f"{self.backend} {self.role} on {self.device} (SM {self.sm}), {self.shape}"
+
+
+def _rows(title: str, rows: Iterable[Any]) -> Iterable[Measurement]:
+    shapes = set()
+    for row in rows:
+        numbers = (*row[:3], *row[4:]) if isinstance(row, tuple | list) and len(row) == 7 else ()
+        if not numbers or not all(type(number) in (int, float) and 0 < number < _MOST for number in numbers):
+            names = "(requests, length, tokens, ragged, microseconds, low, high)"
+            problem = f"write {names}, all numbers above 0 and below {_MOST}"
+        elif not all(type(count) is int for count in row[:3]):
+            problem = "requests, length and tokens are whole numbers"
+        elif type(row[3]) is not bool or (row[3] and row[0] == 1):
+            problem = "ragged is true or false, and false of one request"
+        elif not row[5] <= row[4] <= row[6]:
+            problem = "the median lies between low and high"
+        elif tuple(row[:4]) in shapes:
+            problem = "its (requests, length, tokens, ragged) come twice; keep one"
+        else:
+            shapes.add(tuple(row[:4]))
+            yield Measurement(*row[:4], *map(float, row[4:]))
+            continue
+        raise PluginError(f"the table of {title} has row {row!r}; {problem}")
+
 
 CACHE_VARIABLE = "ATTNPLUG_CACHE_DIR"
 TABLES_VARIABLE = "ATTNPLUG_TABLES"
@@ -40,8 +196,7 @@ class TableError(AttnplugError):
     """Raised if a file of measured tables cannot be read or written. The message is one line that names the file."""
 
 
-@dataclass(frozen=True, slots=True)
-class TableFile:
+class TableFile(NamedTuple):
     """Contents of a file: measured tables of one device."""
 
     device: str
@@ -98,8 +253,7 @@ class Plugins(Protocol):
     def processors(self, device: str | None) -> Sequence[Processor]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(NamedTuple):
     """Origin of a table, in a few words, and the path of its file."""
 
     words: str
@@ -110,16 +264,14 @@ class Origin:
     """Distribution that ships it, and vouches for its own version."""
 
 
-@dataclass(frozen=True, slots=True)
-class FoundTable:
+class FoundTable(NamedTuple):
     """A measured table that applies here."""
 
     table: MeasuredTable
     origin: Origin
 
 
-@dataclass(frozen=True, slots=True)
-class Tables:
+class Tables(NamedTuple):
     """Tables that apply to a processor, each title once, and one line for each that cannot be used."""
 
     found: tuple[FoundTable, ...]
@@ -190,7 +342,18 @@ def load_tables(plugins: Plugins, processor: Processor) -> Tables:
         return Tables(())
     found: dict[str, FoundTable] = {}
     faults: dict[str, None] = {}
-    tables = list(_all_tables(plugins.table_folders, processor, faults))
+    tables: list[FoundTable] = []
+    for origin in table_files(plugins.table_folders, processor):
+        try:
+            file = read_tables(Path(origin.path))
+        except TableError as error:
+            faults[f"{error}; it is not used"] = None
+            continue
+        if (file.device, file.sm) == (processor.name, processor.sm):
+            tables += [FoundTable(table, origin) for table in file.tables]
+        else:
+            other = Processor(file.device, file.sm)
+            faults[f"{origin.path} is not used: it was measured on {other}, and this is {processor}"] = None
     shipped = Counter(each.table.title for each in tables if not each.origin.own)
     for each in tables:
         table, origin = each.table, each.origin
@@ -212,23 +375,6 @@ def load_tables(plugins: Plugins, processor: Processor) -> Tables:
             again = "; 'attnplug tune' measures again" if origin.own else ""
             faults[f"{unused}: {outdated}{again}"] = None
     return Tables(tuple(found.values()), tuple(faults))
-
-
-def _all_tables(
-    folders: Iterable[Provided[Path]], processor: Processor, faults: dict[str, None]
-) -> Iterator[FoundTable]:
-    """Every table of a processor. Files that cannot be used are added to ``faults``."""
-    for origin in table_files(folders, processor):
-        try:
-            file = read_tables(Path(origin.path))
-        except TableError as error:
-            faults[f"{error}; it is not used"] = None
-            continue
-        if (file.device, file.sm) != (processor.name, processor.sm):
-            other = Processor(file.device, file.sm)
-            faults[f"{origin.path} is not used: it was measured on {other}, and this is {processor}"] = None
-            continue
-        yield from (FoundTable(table, origin) for table in file.tables)
 
 
 def _outdated(found: FoundTable, backend: Registered, processor: Processor) -> str | None:

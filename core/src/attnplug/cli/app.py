@@ -1,4 +1,7 @@
-"""Subcommands and their options. Each command's implementation is in its own module, imported when it runs.
+"""The command ``attnplug``: its entry point, and subcommands with their options.
+
+Each command's implementation is in its own module, imported when it runs. Exit codes: 0 success, 1 refusal or failed
+check, 2 usage error.
 
 Commands of other packages are found by entry points. A broken one is an error only for its own users. Uses argparse
 instead of a friendlier library: ``attnplug backends`` must answer within 0.3 s with 50 plugins installed, and importing
@@ -8,21 +11,22 @@ typer with its dependencies would take a third of that.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
+import faulthandler
+import os
 import sys
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from importlib import import_module
 
 from importlib_metadata import EntryPoint
 
 from attnplug.cli import output
-from attnplug.cli.output import shown_as_lines
-from attnplug.declare.errors import PluginError, UsageError
+from attnplug.declare.errors import AttnplugError, PluginError, Refusal, Render, UsageError, describe_error
 from attnplug.declare.problem import INVARIANCE, ExtendPath, Role
-from attnplug.declare.refusal import Refusal
-from attnplug.declare.registered import Source
-from attnplug.declare.settings import Render
+from attnplug.declare.spec import Source
+from attnplug.machine import interrupt
 from attnplug.registry.loading import Broken, attributed, find_entry_points, load_entry_point
 
 EPILOG = "Exit codes: 0 success, 1 a refusal or a failed check, 2 a usage error."
@@ -54,30 +58,6 @@ def options_of(parser: argparse.ArgumentParser) -> Render:
 def refusal_as_json(refusal: Refusal, render: Render) -> dict[str, object]:
     """Return a refusal as JSON, with its setting as a key and as a command-line option."""
     return {**refusal.as_json(), "option": None if refusal.setting is None else render(refusal.setting)}
-
-
-def _add_all(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Add every command that can be loaded. Print one line to standard error for each that cannot."""
-    found, broken = command_claims()
-    for fault in broken:
-        print(f"warning: {fault.source}: {fault.error}", file=sys.stderr)
-    for name, points in found.items():
-        try:
-            _add_loaded(commands, name, points)
-        except PluginError as error:
-            print(f"warning: {error}", file=sys.stderr)
-
-
-def _add_named(commands: Commands[argparse.ArgumentParser], name: str) -> None:
-    """Add one command without loading the others. Raises UsageError if no package provides it."""
-    found, broken = command_claims()
-    if name not in found:
-        known = [*OWN, *found]
-        near = difflib.get_close_matches(name.lower(), known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(known)}; packages add more, see {DOCS}"
-        unreadable = "".join(f"\n  {fault.source}: {fault.error}" for fault in broken)
-        raise UsageError(f"there is no command {name!r}; {hint}{unreadable}")
-    _add_loaded(commands, name, found[name])
 
 
 def command_claims() -> tuple[Mapping[str, list[EntryPoint]], list[Broken]]:
@@ -143,29 +123,45 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.json:
         output.reserve_for_json()
     command: Callable[[argparse.Namespace], int] = parsed.command
-    with shown_as_lines():
+    with output.shown_as_lines():
         return command(parsed)
 
 
 def make_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """Return the parser of a command line. Commands of other packages are loaded only if it needs them."""
+    """Return the parser of a command line. Commands of other packages are loaded only if it needs them.
+
+    Raises UsageError if it names a command that no package provides.
+    """
     parser = argparse.ArgumentParser(
         prog="attnplug", description="Attention backends for LLM inference as plugins.", epilog=EPILOG
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version of attnplug and of its contract")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for own, (text, add_options) in OWN.items():
-        add_options(add_command(commands, own, text, partial(_run_module, own)))
+    for own, text in OWN.items():
+        module = f"attnplug.cli.{own}"
+        declared = add_command(commands, own, text, lambda parsed, module=module: import_module(module).run(parsed))
+        _add_options(own, declared)
     name = next((argument for argument in arguments if not argument.startswith("-")), None)
-    if name is None and "--version" not in arguments:
-        _add_all(commands)
-    elif name is not None and name not in OWN:
-        _add_named(commands, name)
+    if name in OWN or (name is None and "--version" in arguments):
+        return parser
+    found, broken = command_claims()
+    if name is None:  # all that can be loaded, and one line for each that cannot
+        for fault in broken:
+            print(f"warning: {fault.source}: {fault.error}", file=sys.stderr)
+        for each, points in found.items():
+            try:
+                _add_loaded(commands, each, points)
+            except PluginError as error:
+                print(f"warning: {error}", file=sys.stderr)
+    elif name in found:  # alone, without loading the others
+        _add_loaded(commands, name, found[name])
+    else:
+        known = [*OWN, *found]
+        near = difflib.get_close_matches(name.lower(), known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"commands are {', '.join(known)}; packages add more, see {DOCS}"
+        unreadable = "".join(f"\n  {fault.source}: {fault.error}" for fault in broken)
+        raise UsageError(f"there is no command {name!r}; {hint}{unreadable}")
     return parser
-
-
-def _run_module(name: str, parsed: argparse.Namespace) -> int:
-    return int(import_module(f"attnplug.cli.{name}").run(parsed))
 
 
 def add_command(
@@ -193,13 +189,16 @@ def add_command(
     return parser
 
 
-def _backends_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--all", action="store_true", help="show broken and blocked plugins too")
-    text = "print only the names of selectable backends, one per line"
-    parser.add_argument("--names", action="store_true", help=text)
-
-
-def _explain_options(parser: argparse.ArgumentParser) -> None:
+def _add_options(command: str, parser: argparse.ArgumentParser) -> None:
+    """Add the options of one of core's own commands."""
+    if command == "backends":
+        parser.add_argument("--all", action="store_true", help="show broken and blocked plugins too")
+        text = "print only the names of selectable backends, one per line"
+        parser.add_argument("--names", action="store_true", help=text)
+    if command == "completion":
+        parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="bash, zsh or fish")
+    if command != "explain":
+        return
     text = "a config.json, a folder that contains one, or tiny:NAME"
     parser.add_argument("--model", required=True, metavar="CONFIG", help=text)
     text = "engine of a bridge: vllm, sglang or transformers (default: ours)"
@@ -250,11 +249,65 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend-option", action="append", default=[], metavar="NAME.KEY=VALUE", help=text)
 
 
-OWN: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
-    "backends": ("List the installed backends: what each supports, and whether it is usable here.", _backends_options),
-    "explain": (
-        "Show the backend that each role gets for a model, and every reason against every candidate.",
-        _explain_options,
-    ),
+OWN = {
+    "backends": "List the installed backends: what each supports, and whether it is usable here.",
+    "plugins": "List the installed packages that provide backends, commands and hosts.",
+    "explain": "Show the backend that each role gets for a model, and every reason against every candidate.",
+    "doctor": "Report on Python, torch, devices, kernel libraries, plugins and caches. Always prints, never fails.",
+    "completion": "Print a completion script for a shell.",
 }
-"""Core's own commands: the help text, and a function that adds the options. Module ``NAME`` has ``run(parsed)``."""
+"""Core's own commands with their help texts. Module ``NAME`` has ``run(parsed)``."""
+
+
+def main() -> None:
+    """Run the command. A user's mistake ends in one message on standard error, without a traceback."""
+    render: Render = option
+    if not faulthandler.is_enabled():
+        faulthandler.enable(2)  # the stack of a crash names the plugin that was loading; see load_entry_point
+    try:
+        with output.safe_streams():
+            parsed = parse()
+            render = parsed.render
+            sys.exit(_run(parsed))
+    except AttnplugError as error:
+        print(f"error: {error.format(render)}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt as error:  # its text may name the plugin that was loading
+        print(f"interrupted {error}".rstrip(), file=sys.stderr)
+        sys.exit(interrupt.EXIT_CODE)
+    except BrokenPipeError:  # the reader closed the pipe, as in 'attnplug backends | head -1'
+        _discard_output()
+        sys.exit(1)
+    except OSError as error:
+        if error.errno is None or error.filename is not None:  # unrelated to our output
+            raise
+        _discard_output()
+        print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    """Run the command. An error in a plugin's code names the plugin; one in our code keeps its traceback."""
+    try:
+        return run(parsed)
+    except (AttnplugError, KeyboardInterrupt, interrupt.Terminated):
+        raise
+    except BaseException as error:
+        packages: dict[str, Source] = {}  # top-level packages and modules of each plugin's target and distribution
+        for point in find_entry_points()[0]:
+            with contextlib.suppress(Exception):  # a damaged installation
+                files = point.dist.files or [] if point.dist is not None else []
+                owned = {point.module.partition(".")[0], *(file.parts[0].removesuffix(".py") for file in files)}
+                packages |= dict.fromkeys(owned, Source.of(point))
+        for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+            source = packages.get(str(frame.f_globals.get("__name__")).partition(".")[0])
+            if source is not None and not source.embedded:
+                place = f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_name}"
+                text = f"plugin {source.entry_point} ({source}) failed at {place}: {describe_error(error)}"
+                raise PluginError(text) from error
+        raise
+
+
+def _discard_output() -> None:
+    """Redirect standard output to null, because Python flushes it again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

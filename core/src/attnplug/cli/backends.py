@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 from attnplug.cli import output
 from attnplug.cli.app import option, refusal_as_json
-from attnplug.cli.output import table, warn_of_plugins
 from attnplug.declare.capabilities import Capabilities
+from attnplug.declare.errors import Refusal, RefusalCode
 from attnplug.declare.problem import GraphLevel, Problem
-from attnplug.declare.refusal import Refusal, RefusalCode
-from attnplug.declare.registered import Source
+from attnplug.declare.spec import Source
 from attnplug.registry.registry import ALLOW_VARIABLE, Registry, load_registry
 
 
@@ -59,12 +58,12 @@ def run(parsed: argparse.Namespace) -> int:
     rows = list(listing(registry, every))
     columns = ("name", "distribution", "contract", "supports", "status")
     cells = [(row.name, str(row.source), row.contract or "", row.supports, row.text) for row in rows]
-    output.write([row.as_json() for row in rows], table(columns, cells), json=parsed.json)
+    output.write([row.as_json() for row in rows], output.table(columns, cells), json=parsed.json)
     hidden = [] if every else [(len(registry.broken), "broken"), (len(registry.blocked), "blocked")]
     counts = " and ".join(f"{count} {status}" for count, status in hidden if count)
     if counts:
         print(f"{counts} not shown; 'attnplug backends --all' shows them", file=sys.stderr)
-    warn_of_plugins(registry, broken=False)
+    output.warn_of_plugins(registry, broken=False)
     return 0
 
 
@@ -95,7 +94,9 @@ def describe(can: Capabilities) -> str:
     """Return a one-line summary of a backend's capabilities."""
     devices = "/".join(sorted(can.devices or ["any device"]))
     parts = ["/".join(sorted(can.kinds)), "for " + "/".join(sorted(can.roles)), f"on {devices}"]
-    parts += [*_sms(can.min_sm, can.max_sm), *(f"{device} {needed}" for device, needed in can.architectures.items())]
+    if (low := can.min_sm) is not None or can.max_sm is not None:
+        parts.append(f"SM {low}" if low == can.max_sm else f"SM {low or ''}–{can.max_sm or ''}")
+    parts += [f"{device} {needed}" for device, needed in can.architectures.items()]
     parts.append("/".join(sorted(can.dtypes)))
     if can.kv_dtypes != can.dtypes:
         parts.append("KV " + ("in any format" if can.kv_dtypes is None else "/".join(sorted(can.kv_dtypes))))
@@ -104,9 +105,3 @@ def describe(can: Capabilities) -> str:
         parts.append(f"graphs {can.cuda_graph.name.lower()}")
     parts += sorted(can.features) + ["trees"] * can.trees
     return ", ".join(parts)
-
-
-def _sms(low: int | None, high: int | None) -> list[str]:
-    if low is None and high is None:
-        return []
-    return [f"SM {low}" if low == high else f"SM {low or ''}–{high or ''}"]

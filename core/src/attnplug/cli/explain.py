@@ -8,18 +8,15 @@ from dataclasses import fields, replace
 from attnplug.auto.ranking import default_ranking
 from attnplug.cli import output
 from attnplug.cli.app import refusal_as_json
-from attnplug.cli.output import warn_of_plugins
 from attnplug.declare.device import Processor
-from attnplug.declare.errors import UsageError
+from attnplug.declare.errors import Render, Setting, UsageError
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.options import split_settings
 from attnplug.declare.problem import DType, ExtendPath, GraphLevel, Problem, Role, model_dtype, sorted_levels
-from attnplug.declare.settings import Render, Setting
 from attnplug.registry.hosts import load_host
-from attnplug.registry.models import load_model
-from attnplug.registry.registry import Registry, load_registry
+from attnplug.registry.registry import Registry, load_model, load_registry
 from attnplug.registry.select import explain
-from attnplug.registry.selection import BackendRequest, RoleChoice, Selection, explanation, unrelated_candidates
+from attnplug.registry.selection import BackendRequest, RoleChoice, explanation, unrelated_candidates
 
 
 def request_of(parsed: argparse.Namespace) -> BackendRequest:
@@ -29,7 +26,22 @@ def request_of(parsed: argparse.Namespace) -> BackendRequest:
 
 def problem_of(parsed: argparse.Namespace, model: ModelSpec, registry: Registry) -> Problem:
     """Return the problem that the options describe. Without ``--cuda-graph``, backends run in graphs if they can."""
-    device, processor = target_device(parsed.device, parsed.sm, registry)
+    device, processor = "cuda", Processor("", parsed.sm or 0)  # the requested one, which may be absent
+    if parsed.sm is None:
+        device = ("cuda" if registry.processors("cuda") else "cpu") if parsed.device is None else parsed.device
+        registry.device(device)  # an unknown one is an error
+        found = registry.processors(device)
+        processor = found[0] if found else Processor(device)
+        if device == "cuda" and not found:
+            raise UsageError(
+                "--device cuda is requested, but this machine has no CUDA device; "
+                "give the target's --sm (90 for an H100 or H200, 100 for a B200)"
+            )
+    elif parsed.device not in (None, "cuda"):
+        raise UsageError(f"--sm {parsed.sm} names a GPU, but --device is {parsed.device}; leave one of them out")
+    levels = {level.name.lower(): level for level in GraphLevel}
+    if parsed.cuda_graph is not None and parsed.cuda_graph.lower() not in levels:
+        raise UsageError(f"--cuda-graph {parsed.cuda_graph!r} is unknown; use one of {', '.join(levels)}")
     dtype = DType.parse(parsed.dtype, Setting.DTYPE) if parsed.dtype is not None else model_dtype(model)
     if parsed.speculative_topk > 1 and not parsed.speculative_tokens:
         raise UsageError(
@@ -45,7 +57,7 @@ def problem_of(parsed: argparse.Namespace, model: ModelSpec, registry: Registry)
         kv_dtype=dtype if parsed.kv_dtype is None else registry.kv_format(parsed.kv_dtype).name,
         index_dtype=parsed.index_dtype and registry.kv_format(parsed.index_dtype, Setting.INDEX_DTYPE, "index").name,
         page_size=parsed.page_size,
-        cuda_graph=GraphLevel.NEVER if parsed.cuda_graph is None else graph_level(parsed.cuda_graph),
+        cuda_graph=GraphLevel.NEVER if parsed.cuda_graph is None else levels[parsed.cuda_graph.lower()],
         wants_graphs=registry.device(device).graphs is not None and parsed.cuda_graph is None,
         wants_prefill_graphs=True,
         speculative_tokens=parsed.speculative_tokens,
@@ -57,30 +69,6 @@ def problem_of(parsed: argparse.Namespace, model: ModelSpec, registry: Registry)
     )
 
 
-def target_device(device: str | None, sm: int | None, registry: Registry) -> tuple[str, Processor]:
-    """Return the device to explain for: the requested one, which may be absent, or the GPU or CPU of this machine."""
-    if sm is not None:
-        if device not in (None, "cuda"):
-            raise UsageError(f"--sm {sm} names a GPU, but --device is {device}; leave one of them out")
-        return "cuda", Processor("", sm)
-    name = ("cuda" if registry.processors("cuda") else "cpu") if device is None else device
-    registry.device(name)  # an unknown one is an error
-    found = registry.processors(name)
-    if not found and name == "cuda":
-        raise UsageError(
-            "--device cuda is requested, but this machine has no CUDA device; "
-            "give the target's --sm (90 for an H100 or H200, 100 for a B200)"
-        )
-    return name, found[0] if found else Processor(name)
-
-
-def graph_level(text: str) -> GraphLevel:
-    levels = {level.name.lower(): level for level in GraphLevel}
-    if text.lower() not in levels:
-        raise UsageError(f"--cuda-graph {text!r} is unknown; use one of {', '.join(levels)}")
-    return levels[text.lower()]
-
-
 def run(parsed: argparse.Namespace) -> int:
     if parsed.host is not None and parsed.mla_extend is not None:
         raise UsageError(
@@ -89,7 +77,7 @@ def run(parsed: argparse.Namespace) -> int:
         )
     registry, request = load_registry(), request_of(parsed)
     problem = problem_of(parsed, load_model(parsed.model, registry), registry)
-    warn_of_plugins(registry)
+    output.warn_of_plugins(registry)
     render, per_batch, refusals, host = parsed.render, True, [], {}
     if parsed.host is not None:
         spec, bridge = load_host(parsed.host)
@@ -105,7 +93,18 @@ def run(parsed: argparse.Namespace) -> int:
     selection = explain(registry, request, problem, ranking=ranking)
     if parsed.json:
         roles = {role.value: _as_json(choice, render) for role, choice in selection.choices.items()}
-        inputs = {"problem": _problem_as_json(selection), "cuda_graph": selection.captured_graphs()}
+        problem, model = selection.problem, selection.problem.model
+        assert model is not None, "--model is required"
+        shown_problem = {
+            **{field.name: getattr(problem, field.name) for field in fields(problem)},
+            "architecture": None if problem.architecture is None else str(problem.architecture),
+            "model": {"name": model.name, "type": model.model_type, "description": model.describe()},
+            "cuda_graph": None if problem.wants_graphs else problem.cuda_graph.name.lower(),  # None: as far as possible
+            "page_size": selection.page_size,  # the one that is used
+            "page_size_requested": problem.page_size,
+            "invariant": sorted_levels(problem.invariant),
+        }
+        inputs = {"problem": shown_problem, "cuda_graph": selection.captured_graphs()}
         output.write_json(
             {**inputs, "kv_formats": sorted(registry.kv_formats), **roles, **({"host": host} if host else {})}
         )
@@ -115,21 +114,6 @@ def run(parsed: argparse.Namespace) -> int:
         if any(map(unrelated_candidates, selection.choices.values())):
             print("\n--json has every reason against backends for another role or kind of attention")
     return 1 if refusals or selection.unserved else 0
-
-
-def _problem_as_json(selection: Selection) -> dict[str, object]:
-    """Return every field of the problem. ``page_size`` is the one that is used, ``page_size_requested`` the user's."""
-    problem, model = selection.problem, selection.problem.model
-    assert model is not None, "--model is required"
-    return {
-        **{field.name: getattr(problem, field.name) for field in fields(problem)},
-        "architecture": None if problem.architecture is None else str(problem.architecture),
-        "model": {"name": model.name, "type": model.model_type, "description": model.describe()},
-        "cuda_graph": None if problem.wants_graphs else problem.cuda_graph.name.lower(),  # None: as far as possible
-        "page_size": selection.page_size,
-        "page_size_requested": problem.page_size,
-        "invariant": sorted_levels(problem.invariant),
-    }
 
 
 def _as_json(choice: RoleChoice, render: Render) -> dict[str, object]:

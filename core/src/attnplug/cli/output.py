@@ -99,29 +99,22 @@ def write(value: object, text: str, *, json: bool) -> None:
 
 
 def write_line(text: str) -> None:
-    """Write one line of a JSON Lines result, unbuffered. A file gets the whole line or nothing."""
-    assert _results is not None, "call reserve_for_json first"
-    if isinstance(_results, int):
-        _write_whole(_results, f"{text}\n".encode(errors="replace"))
-    else:
-        _results.write(text + "\n")
-        _results.flush()
+    """Write one line of a JSON Lines result. A file gets the whole line or nothing; a pipe's reader may get a part.
 
-
-def _write_whole(descriptor: int, line: bytes) -> None:
-    """Write without a buffer, which would keep a failed line and try to write it again later.
-
-    If the disk is full, a partially written line is truncated. A pipe's reader may have received part of it.
+    Without a buffer, which would keep a failed line and try to write it again later.
     """
-    before, written = os.fstat(descriptor), 0
+    assert _results is not None, "call reserve_for_json first"
+    if not isinstance(_results, int):
+        print(text, file=_results, flush=True)
+        return
+    line, before, written = f"{text}\n".encode(errors="replace"), os.fstat(_results), 0
     try:
         while written < len(line):
-            written += os.write(descriptor, line[written:])
-    except OSError:
-        # Truncate only if no other process has appended to the file.
-        if stat.S_ISREG(before.st_mode) and os.fstat(descriptor).st_size == before.st_size + written:
-            os.ftruncate(descriptor, before.st_size)
-            os.lseek(descriptor, before.st_size, os.SEEK_SET)
+            written += os.write(_results, line[written:])
+    except OSError:  # the disk is full; truncate only if no other process has appended to the file
+        if stat.S_ISREG(before.st_mode) and os.fstat(_results).st_size == before.st_size + written:
+            os.ftruncate(_results, before.st_size)
+            os.lseek(_results, before.st_size, os.SEEK_SET)
         raise
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from attnplug.contract.geometry import Geometry
-from attnplug.contract.sparse import SelectedPositions, SelectedSlots
+from attnplug.contract.inputs import SelectedPositions, SelectedSlots
 from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.errors import BackendError, PoolError
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.problem import Role
-from attnplug.kv.caches import KVPools
+from attnplug.kv.pools import KVPools
 from attnplug.kv.workspace import WorkspaceOwner
 
 

@@ -9,8 +9,7 @@ from typing import Protocol, TypeVar
 
 import importlib_metadata as metadata
 
-from attnplug.declare.errors import BackendError, describe_error
-from attnplug.declare.refusal import Refusal, RefusalCode
+from attnplug.declare.errors import BackendError, Refusal, RefusalCode, describe_error
 
 
 class HasMetadata(Protocol):

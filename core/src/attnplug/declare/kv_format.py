@@ -1,4 +1,4 @@
-"""KV cache formats as data: parts of a stored row, their bytes, and the module that encodes rows (E2)."""
+"""Memory as data: KV cache formats, which are parts of a row and their codec (E2), and kinds of scratch memory (A2)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from attnplug.declare.errors import PluginError, UsageError
+from attnplug.declare.errors import PluginError, Setting, UsageError
 from attnplug.declare.installed import DOTTED
 from attnplug.declare.model import AttentionKind, LayerSpec
 from attnplug.declare.problem import DType
 from attnplug.declare.reading import boolean, names, several
-from attnplug.declare.settings import Setting
 
 ROW_KINDS = frozenset({"mha", "mla", "index"})
 """Rows that a format may hold: keys and values of heads, latent rows, and index keys of sparse layers."""
@@ -198,3 +197,28 @@ def as_format(format: KVFormat | str) -> KVFormat:
     if format not in BUILT_IN:
         raise UsageError(f"KV format {format!r} is not one of core's, {', '.join(BUILT_IN)}; give the KVFormat itself")
     return BUILT_IN[format]
+
+
+_NAME = re.compile(r"[a-z0-9]+([-_.][a-z0-9]+)*")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkspaceKind:
+    """Contract of an allocation, e.g. ``WorkspaceKind("acme", zeroed=True)``. Backends share those of equal kinds.
+
+    ``zeroed`` memory is zero on first use, and its users leave it zero (semaphores); other memory may hold anything.
+    Kernels that overwrite memory which others expect to be zero need a kind with its own name. A plugin declares its
+    kinds with the hook ``attnplug_workspace_kinds``.
+    """
+
+    name: str
+    zeroed: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+            raise PluginError(f"workspace kind {self.name!r} must be named in lower case, such as 'acme-counters'")
+        boolean(f"zeroed of workspace kind {self.name!r}", self.zeroed)
+
+
+SCRATCH = WorkspaceKind("scratch")
+"""Scratch memory shared by all backends, the only kind of core: ``request(name, device, SCRATCH, nbytes)``."""

@@ -165,8 +165,16 @@ class LayerSpec:
         if size == 1:
             return self
         if self.linear is not None:
-            own = _linear_for_rank(self.linear, size, self.layer_id)
-            return replace(self, num_heads=own.heads, num_kv_heads=own.key_heads, linear=own)
+            dims = self.linear
+            if not dims.heads:  # a convolution alone
+                channels = _part(dims.conv_channels, size, "convolution channels", self.layer_id)
+                return replace(self, linear=replace(dims, conv_channels=channels))
+            heads = _part(dims.heads, size, "linear-attention heads", self.layer_id)
+            key_heads = _part(dims.key_heads, size, "key heads", self.layer_id, replicated=True)
+            # A convolution has the channels of the rank's heads.
+            channels = 2 * key_heads * dims.key_dim + heads * dims.value_dim if dims.conv_width else dims.conv_channels
+            own = replace(dims, heads=heads, key_heads=key_heads, conv_channels=channels)
+            return replace(self, num_heads=heads, num_kv_heads=key_heads, linear=own)
         return replace(
             self,
             num_heads=_part(self.num_heads, size, "query heads", self.layer_id),
@@ -247,16 +255,6 @@ class ModelSpec:
         """Return one line with the number of layers of each kind and shape."""
         shapes = Counter(map(_shape, self.layers))
         return f"{self.name}: " + ", ".join(f"{count} × {shape}" for shape, count in shapes.items())
-
-
-def _linear_for_rank(dims: LinearDims, size: int, layer_id: int) -> LinearDims:
-    """Divide heads, and key heads like KV heads. A convolution has the channels of the rank's heads."""
-    if not dims.heads:  # a convolution alone
-        return replace(dims, conv_channels=_part(dims.conv_channels, size, "convolution channels", layer_id))
-    heads = _part(dims.heads, size, "linear-attention heads", layer_id)
-    key_heads = _part(dims.key_heads, size, "key heads", layer_id, replicated=True)
-    channels = 2 * key_heads * dims.key_dim + heads * dims.value_dim if dims.conv_width else dims.conv_channels
-    return replace(dims, heads=heads, key_heads=key_heads, conv_channels=channels)
 
 
 def _part(count: int, size: int, noun: str, layer_id: int, *, replicated: bool = False) -> int:

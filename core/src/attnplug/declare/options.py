@@ -9,8 +9,7 @@ from contextlib import suppress
 from enum import Enum
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from attnplug.declare.errors import UsageError, describe_error
-from attnplug.declare.settings import Setting
+from attnplug.declare.errors import Setting, UsageError, describe_error
 
 _BOOLEANS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 
@@ -32,7 +31,8 @@ def options_problems(options: object) -> Iterator[str]:
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             yield f"option {field.name} has no default"
             complete = False
-        if not _readable(hints[field.name]):
+        arms, plain = _arms(hints[field.name]), (bool, int, float, str, type(None))
+        if not all(arm in plain or _choices(arm) is not None for arm in arms):
             yield (
                 f"option {field.name} has type {_type_name(hints[field.name])}; "
                 "use bool, int, float, str, Literal, an Enum, or one of them with None"
@@ -89,19 +89,13 @@ def split_settings(settings: Iterable[str]) -> dict[str, dict[str, str]]:
 
 def describe_options(options: type[Any]) -> str:
     """Return one line per option: name, type and default."""
-    hints, defaults = get_type_hints(options), options()
-    return "\n".join(
-        f"  {field.name}: {_type_name(hints[field.name])} = {_written(getattr(defaults, field.name))}"
-        for field in dataclasses.fields(options)
-        if field.init
-    )
-
-
-def _written(value: object) -> str:
-    """Return a value as a user would type it."""
-    if isinstance(value, Enum):
-        return str(value.value)
-    return str(value).lower() if value is None or isinstance(value, bool) else repr(value)
+    hints, defaults, lines = get_type_hints(options), options(), []
+    for field in dataclasses.fields(options):
+        value = getattr(defaults, field.name)
+        typed = str(value).lower() if value is None or isinstance(value, bool) else repr(value)  # as a user types it
+        shown = str(value.value) if isinstance(value, Enum) else typed
+        lines += [f"  {field.name}: {_type_name(hints[field.name])} = {shown}"] if field.init else []
+    return "\n".join(lines)
 
 
 def _arms(hint: Any) -> tuple[Any, ...]:
@@ -130,10 +124,6 @@ def _read(hint: Any, text: str) -> Any:
                 return arm(text)
             return (choices | getattr(arm, "__members__", {}))[text]  # an Enum's names, too
     raise ValueError(text)
-
-
-def _readable(hint: Any) -> bool:
-    return all(arm in (bool, int, float, str, type(None)) or _choices(arm) is not None for arm in _arms(hint))
 
 
 def _type_name(hint: Any) -> str:

@@ -8,9 +8,8 @@ from enum import IntEnum, StrEnum
 from types import MappingProxyType
 
 from attnplug.declare.device import SM, Architecture
-from attnplug.declare.errors import UsageError
+from attnplug.declare.errors import Setting, UsageError
 from attnplug.declare.model import ModelSpec
-from attnplug.declare.settings import Setting
 
 LARGEST_PAGE = 1 << 16
 DEFAULT_PAGE_SIZE = 64

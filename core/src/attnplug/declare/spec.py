@@ -1,4 +1,4 @@
-"""Declaration of one backend: name, capabilities, options, requirements and factory.
+"""Declaration of one backend: name, capabilities, options, requirements and factory; and the plugin it comes from.
 
 All of it is data. Selection, explicit requests, test skips and documentation tables all call
 :meth:`BackendSpec.refusals`.
@@ -11,20 +11,27 @@ import json
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field, fields
 from itertools import islice
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+from importlib_metadata import EntryPoint
 
 from attnplug.declare.capabilities import Capabilities
-from attnplug.declare.errors import PluginError, describe_error
-from attnplug.declare.installed import DOTTED, factory_refusal, requirement_problem, requirement_refusal
+from attnplug.declare.errors import PluginError, Refusal, RefusalCode, Setting, describe_error
+from attnplug.declare.installed import (
+    DOTTED,
+    HasMetadata,
+    factory_refusal,
+    metadata_lines,
+    requirement_problem,
+    requirement_refusal,
+)
 from attnplug.declare.kv_format import PLAIN_FORMATS
 from attnplug.declare.model import AttentionKind, Feature, LayerSpec
 from attnplug.declare.options import options_problems
 from attnplug.declare.problem import ExtendPath, Problem, Role
-from attnplug.declare.refusal import Refusal, RefusalCode
-from attnplug.declare.settings import Setting
 
 LARGEST_PREFERENCE = 10**9
 MOST_REFUSALS = 1000
@@ -111,8 +118,16 @@ class BackendSpec:
             yield f"preference {self.preference!r} must be a whole number"
         elif abs(self.preference) > LARGEST_PREFERENCE:
             yield f"preference must be from -{LARGEST_PREFERENCE} to {LARGEST_PREFERENCE}"
-        if self.check is not None:
-            yield from _check_problems(self.check)
+        if self.check is not None and not callable(self.check):
+            yield f"check {self.check!r} must be a function of (problem, role, options)"
+        elif self.check is not None:
+            with suppress(ValueError):  # a builtin has no signature
+                given = inspect.signature(self.check)
+                try:
+                    given.bind(None, None, None)
+                except TypeError:
+                    takes = ", ".join(given.parameters)
+                    yield f"check takes ({takes}); it must take (problem, role, options), options as parsed"
         if isinstance(self.capabilities, Capabilities):
             yield from self.capabilities.contradictions()
         else:
@@ -167,29 +182,28 @@ class BackendSpec:
         return reasons
 
 
-def _check_problems(check: object) -> Iterator[str]:
-    if not callable(check):
-        yield f"check {check!r} must be a function of (problem, role, options)"
-        return
-    try:
-        given = inspect.signature(check)
-    except (TypeError, ValueError):  # a builtin has no signature
-        return
-    try:
-        given.bind(None, None, None)
-    except TypeError:
-        yield f"check takes ({', '.join(given.parameters)}); it must take (problem, role, options), options as parsed"
-
-
 def _environment_refusals(can: Capabilities, problem: Problem, role: Role | None) -> Iterator[Refusal]:
     """Yield refusals that depend on device, dtypes, pages, graphs and speculation."""
     devices = can.devices or {problem.device or ""}
     yield from _unsupported(RefusalCode.DEVICE, "device", problem.device, devices, Setting.DEVICE)
     if problem.device in devices:
-        yield from _architecture_refusals(can, problem)
+        # No setting: nobody can change the device.
+        here, on_cuda = problem.device_architecture, problem.device == "cuda"
+        requirement = (can.min_sm, can.max_sm) if on_cuda else can.architectures.get(problem.device or "")
+        try:
+            needed = None if here is None or requirement is None else here.unmet(requirement)
+        except Exception as error:  # of a plugin, which must not affect other candidates (D2)
+            needed = f"{requirement!r}, which {problem.device} cannot compare ({describe_error(error)})"
+        if needed is not None:
+            code, value = (RefusalCode.SM, problem.sm) if on_cuda else (RefusalCode.ARCHITECTURE, str(here))
+            yield Refusal(code, f"requires {needed}; this {'GPU' if on_cuda else 'device'} is {here}", value, needed)
     yield from _unsupported(RefusalCode.DTYPE, "dtype", problem.dtype, can.dtypes, Setting.DTYPE)
-    if problem.kv_dtype is not None:
-        yield from _kv_dtype_refusals(can, problem, problem.kv_dtype)
+    kv_dtype, formats = problem.kv_dtype, can.kv_dtypes or PLAIN_FORMATS
+    yield from _unsupported(RefusalCode.KV_DTYPE, "KV dtype", kv_dtype, can.kv_dtypes, Setting.KV_DTYPE)
+    if can.kv_matches_dtype and problem.dtype in can.dtypes and kv_dtype in formats & PLAIN_FORMATS - {problem.dtype}:
+        message = f"a cache in {kv_dtype} cannot be read with {problem.dtype} queries"
+        allowed = sorted(map(str, formats - PLAIN_FORMATS | {problem.dtype} & formats))
+        yield Refusal(RefusalCode.KV_DTYPE, message, str(kv_dtype), allowed, Setting.KV_DTYPE)
     yield from can.refusals(problem, [role], ["page_sizes"])
     yield from _unsupported(RefusalCode.LAYOUT, "cache layout", problem.layout, can.layouts, Setting.LAYOUT)
     yield from can.refusals(problem, [role], ["needs_cpu_seq_lens", "cuda_graph"])
@@ -202,28 +216,6 @@ def _environment_refusals(can: Capabilities, problem: Problem, role: Role | None
         message = f"{coordinator} keeps latent rows outside the pools; this backend reads only rows inside them"
         yield Refusal(RefusalCode.FEATURE, message, coordinator, setting=Setting.ENABLE_HISPARSE)
     yield from can.refusals(problem, [role], ["trees", "invariant"])
-
-
-def _architecture_refusals(can: Capabilities, problem: Problem) -> Iterator[Refusal]:
-    """Yield the refusal of an architecture. No setting: nobody can change the device."""
-    here, on_cuda = problem.device_architecture, problem.device == "cuda"
-    requirement = (can.min_sm, can.max_sm) if on_cuda else can.architectures.get(problem.device or "")
-    try:
-        needed = None if here is None or requirement is None else here.unmet(requirement)
-    except Exception as error:  # of a plugin, which must not affect other candidates (D2)
-        needed = f"{requirement!r}, which {problem.device} cannot compare ({describe_error(error)})"
-    if needed is not None:
-        code, value = (RefusalCode.SM, problem.sm) if on_cuda else (RefusalCode.ARCHITECTURE, str(here))
-        yield Refusal(code, f"requires {needed}; this {'GPU' if on_cuda else 'device'} is {here}", value, needed)
-
-
-def _kv_dtype_refusals(can: Capabilities, problem: Problem, kv_dtype: str) -> Iterator[Refusal]:
-    yield from _unsupported(RefusalCode.KV_DTYPE, "KV dtype", kv_dtype, can.kv_dtypes, Setting.KV_DTYPE)
-    formats = can.kv_dtypes or PLAIN_FORMATS
-    if can.kv_matches_dtype and problem.dtype in can.dtypes and kv_dtype in formats & PLAIN_FORMATS - {problem.dtype}:
-        message = f"a cache in {kv_dtype} cannot be read with {problem.dtype} queries"
-        allowed = sorted(map(str, formats - PLAIN_FORMATS | {problem.dtype} & formats))
-        yield Refusal(RefusalCode.KV_DTYPE, message, str(kv_dtype), allowed, Setting.KV_DTYPE)
 
 
 def _role_refusals(can: Capabilities, problem: Problem, role: Role) -> Iterator[Refusal]:
@@ -241,7 +233,10 @@ def _role_refusals(can: Capabilities, problem: Problem, role: Role) -> Iterator[
     if can.max_heads is not None and heads > can.max_heads:
         message = f"{heads} heads per rank exceed the maximum of {can.max_heads}"
         yield Refusal(RefusalCode.HEADS, message, heads, can.max_heads, Setting.TENSOR_PARALLEL)
-    if can.layers_alike and (differing := _differing(served, problem.tensor_parallel)):
+    shapes = [_shape(layer, problem.tensor_parallel) for layer in served] if can.layers_alike else []
+    names = dict.fromkeys(name for shape in shapes for name in shape)
+    values = {name: list(dict.fromkeys(shape.get(name) for shape in shapes)) for name in names}
+    if differing := {name: distinct for name, distinct in values.items() if len(distinct) > 1}:
         listed = "; ".join(
             f"{name} {', '.join(f'{value:.4g}' if isinstance(value, float) else str(value) for value in values)}"
             for name, values in differing.items()
@@ -261,18 +256,18 @@ def _shape(layer: LayerSpec, ranks: int) -> dict[str, Any]:
     return {name: value for name, value in shape.items() if name not in ignored}
 
 
-def _differing(layers: list[LayerSpec], ranks: int) -> dict[str, list[Any]]:
-    """Return the properties in which layers differ, with their values."""
-    shapes = [_shape(layer, ranks) for layer in layers]
-    names = dict.fromkeys(name for shape in shapes for name in shape)
-    values = {name: list(dict.fromkeys(shape.get(name) for shape in shapes)) for name in names}
-    return {name: distinct for name, distinct in values.items() if len(distinct) > 1}
-
-
 def _layer_refusals(can: Capabilities, problem: Problem, role: Role, layer: LayerSpec) -> Iterator[Refusal]:
     yield from _unsupported(RefusalCode.KIND, "attention kind", layer.kind, can.kinds, role.setting)
+    supported = sorted(map(str, can.features))
     for feature in sorted(layer.features - can.features):
-        yield _feature_refusal(can, role, layer, feature)
+        why = f", only {', '.join(supported) or 'none'}"
+        if feature is Feature.SPARSE and layer.indexer is not None:
+            why = f": layers attend to the {layer.indexer.topk} rows that an index selects; this backend attends to all"
+        elif feature is Feature.COMPRESSED and layer.compressed is not None:
+            ratio = layer.compressed.ratio
+            why = f": layers attend to entries of {ratio} tokens each; this backend reads token rows only"
+        message = f"feature {feature} is not supported{why}"
+        yield Refusal(RefusalCode.FEATURE, message, str(feature), supported, role.setting)
     if layer.indexer is not None and Feature.SPARSE in can.features:
         index = problem.index_dtype
         yield from _unsupported(RefusalCode.INDEX_DTYPE, "index dtype", index, can.index_dtypes, Setting.INDEX_DTYPE)
@@ -302,18 +297,6 @@ def _layer_refusals(can: Capabilities, problem: Problem, role: Role, layer: Laye
         yield Refusal(RefusalCode.TENSOR_PARALLEL, message, ranks, allowed, Setting.TENSOR_PARALLEL)
 
 
-def _feature_refusal(can: Capabilities, role: Role, layer: LayerSpec, feature: Feature) -> Refusal:
-    supported = sorted(map(str, can.features))
-    if feature is Feature.SPARSE and layer.indexer is not None:
-        why = f": layers attend to the {layer.indexer.topk} rows that an index selects; this backend attends to all"
-    elif feature is Feature.COMPRESSED and layer.compressed is not None:
-        why = f": layers attend to entries of {layer.compressed.ratio} tokens each; this backend reads token rows only"
-    else:
-        why = f", only {', '.join(supported) or 'none'}"
-    message = f"feature {feature} is not supported{why}"
-    return Refusal(RefusalCode.FEATURE, message, str(feature), supported, role.setting)
-
-
 def _unsupported(
     code: RefusalCode, noun: str, value: Any, supported: Collection[Any] | None, setting: Setting
 ) -> Iterator[Refusal]:
@@ -323,3 +306,51 @@ def _unsupported(
         message = f"{noun} {value} {verb} not supported, only {names or 'none'}"
         plain, *allowed = (list(each) if type(each) is tuple else str(each) for each in (value, *sorted(supported)))
         yield Refusal(code, message, plain, allowed, setting)
+
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Origin of a plugin: its entry point and its distribution."""
+
+    entry_point: str
+    target: str
+    distribution: str
+    version: str
+
+    @classmethod
+    def of(cls, point: EntryPoint) -> Source:
+        return cls(point.name, point.value, *distribution_identity(point.dist))
+
+    @property
+    def embedded(self) -> bool:
+        """True if the plugin is core's own. Its module decides, because anyone can choose names and metadata."""
+        return self.target.startswith("attnplug.")
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version}"
+
+
+def distribution_identity(distribution: HasMetadata | None) -> tuple[str, str]:
+    """Name and version of a distribution, with placeholders for what damaged or missing metadata lacks."""
+    found = {} if distribution is None else metadata_lines(distribution)
+    place = getattr(distribution, "_path", "made by hand")
+    return found.get("name") or f"unknown distribution ({place})", found.get("version") or "?"
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A backend that can be requested by name, and the plugin that provides it."""
+
+    spec: BackendSpec
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class Provided(Generic[Item]):
+    """An object other than a backend, and the plugin that provides it."""
+
+    value: Item
+    source: Source

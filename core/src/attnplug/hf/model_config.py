@@ -10,14 +10,14 @@ import difflib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from attnplug.declare.errors import UsageError
 from attnplug.declare.model import ModelSpec
-from attnplug.hf.config_keys import Config, ModelConfigError, read_json_object, show
+from attnplug.hf.config_keys import TINY, TINY_CONFIGS, Config, ModelConfigError, read_json_object, show
 from attnplug.hf.model_layers import READERS, read_layers
-from attnplug.hf.tiny import TINY, TINY_CONFIGS
 
 UNBOUNDED_CONTEXT = 1 << 20
 """Context length of a model whose config sets no limit (Mamba-2 has no positions)."""
@@ -45,46 +45,33 @@ KNOWN_TYPES = tuple(sorted(READERS.keys() | _CLASS_DEFAULTS.keys()))
 
 def read_model(reference: str) -> ModelSpec:
     """Read the config at ``reference``, a file or folder. Raises ModelConfigError for any failure."""
-    path = _config_path(reference)
-    try:
-        values = read_json_object(path)
-    except UsageError as error:
-        raise ModelConfigError(str(error), str(path)) from error
-    return model_from_config(values, Path(os.path.abspath(path)).parent.name or str(path), str(path))
-
-
-def _config_path(reference: str) -> Path:
     path = Path(reference)
-    if reference and os.path.isdir(path):
-        inside = path / "config.json"
-        if os.path.lexists(inside):
-            return inside
-        close = _close_to_config(path)
-        has = f"; it has {', '.join(close)}, which cannot be used" if close else ""
-        raise ModelConfigError(
-            f"the folder {reference!r} contains no config.json{has}; give the folder of a Hugging Face checkpoint",
-            reference,
-        )
     if not reference or not os.path.lexists(path):
         raise ModelConfigError(
             f"{reference!r} does not exist; give a config.json, a folder that contains one (nothing is downloaded), "
             f"or a built-in model: {', '.join(TINY + known for known in TINY_CONFIGS)}",
             reference,
         )
-    return path
-
-
-def _close_to_config(folder: Path) -> list[str]:
-    """Return files that the user may have meant: other JSON files, and a config.json one level down."""
+    if os.path.isdir(path) and not os.path.lexists(path / "config.json"):
+        close = list[str]()  # files that the user may have meant: other JSON files, and a config.json one level down
+        with suppress(OSError):
+            entries = sorted(path.iterdir())
+            close = [entry.name for entry in entries if entry.suffix in (".json", ".yaml") and os.path.isfile(entry)]
+            close += [f"{entry.name}/config.json" for entry in entries if os.path.isfile(entry / "config.json")]
+        # The most similar ones come first: a sharded checkpoint's folder has many other JSON files.
+        likeness = {name: difflib.SequenceMatcher(None, name, "config.json").ratio() for name in close}
+        close = sorted(close, key=lambda name: (name != "params.json", -likeness[name]))[:4]
+        has = f"; it has {', '.join(close)}, which cannot be used" if close else ""
+        raise ModelConfigError(
+            f"the folder {reference!r} contains no config.json{has}; give the folder of a Hugging Face checkpoint",
+            reference,
+        )
+    path = path / "config.json" if os.path.isdir(path) else path
     try:
-        entries = sorted(folder.iterdir())
-        found = [entry.name for entry in entries if entry.suffix in (".json", ".yaml") and os.path.isfile(entry)]
-        found += [f"{entry.name}/config.json" for entry in entries if os.path.isfile(entry / "config.json")]
-    except OSError:
-        return []
-    # The most similar ones come first: a sharded checkpoint's folder has many other JSON files.
-    likeness = {name: difflib.SequenceMatcher(None, name, "config.json").ratio() for name in found}
-    return sorted(found, key=lambda name: (name != "params.json", -likeness[name]))[:4]
+        values = read_json_object(path)
+    except UsageError as error:
+        raise ModelConfigError(str(error), str(path)) from error
+    return model_from_config(values, Path(os.path.abspath(path)).parent.name or str(path), str(path))
 
 
 def text_model_config(values: Mapping[str, object], source: str) -> Config:

@@ -103,22 +103,15 @@ def _latent_layers(config: Config) -> Layers:
     indexer = IndexerDims(config.integer("index_n_heads"), config.integer("index_head_dim"), topk)
     if indexer.head_dim < config.integer("qk_rope_head_dim"):
         raise config.wrong("index_head_dim", f"at least qk_rope_head_dim, {config.integer('qk_rope_head_dim')}")
-    return _indexed(config, dense, sparse, indexer)
-
-
-def _indexed(config: Config, dense: LayerSpec, sparse: Sequence[bool], indexer: IndexerDims) -> Layers:
-    """Return the layers. A sparse layer has its own index, or shares that of the closest earlier layer that has one."""
+    # A sparse layer has its own index, or shares that of the closest earlier layer that has one.
     layers, last = [], None
-    key, computing = _computes_index(config, len(sparse))
+    key, computing = _computes_index(config, count)
     for index, (is_sparse, computes) in enumerate(zip(sparse, computing, strict=True)):
-        if not is_sparse:
-            layers.append(dense)
-            continue
-        if computes:
-            last = index
-        elif last is None:
+        last = index if is_sparse and computes else last
+        if is_sparse and last is None:
             raise config.error(f"lets layer {index} share an index, but no earlier layer has one", key)
-        layers.append(replace(dense, indexer=indexer if computes else replace(indexer, shares=last)))
+        own = indexer if computes else replace(indexer, shares=last)
+        layers.append(replace(dense, indexer=own) if is_sparse else dense)
     return layers
 
 
@@ -305,34 +298,26 @@ def _compressed_layers(config: Config) -> list[LayerSpec]:
     sliding = LayerSpec(
         0, AttentionKind.MLA, heads, heads, width, width, width**-0.5, sliding_window=window, sinks=True, mla=dims
     )
+    section = config.section("compress_rates")
+    ratios = {}  # tokens per entry; as in transformers, the older key has priority
+    for kind, (older, default) in _RATIOS.items():
+        named = None if section is None else section.optional_integer(kind)
+        ratios[kind] = config.optional_integer(older) or named or default
     known = {
         SLIDING: sliding,
-        SPARSE: replace(sliding, compressed=CompressedDims(_ratio(config, SPARSE), overlap=True), indexer=index),
-        HEAVY: replace(sliding, compressed=CompressedDims(_ratio(config, HEAVY))),
+        SPARSE: replace(sliding, compressed=CompressedDims(ratios[SPARSE], overlap=True), indexer=index),
+        HEAVY: replace(sliding, compressed=CompressedDims(ratios[HEAVY])),
     }
-    types = _types(config)
+    count = config.layer_count()
+    types = [HEAVY if number < 2 or number % 2 == 0 else SPARSE for number in range(count)]
+    for key, by in (("compress_ratios", _BY_RATIO), ("layer_types", _BY_NAME)):
+        # Entries beyond the layer count are multi-token prediction layers, left out.
+        types = config.choices(key, by, count, longer=True) or types
     if set(types) == {SLIDING}:
         raise config.error(
             "makes every layer a sliding one; models without compressed layers are not supported", "layer_types"
         )
     return [known[each] for each in types]
-
-
-def _types(config: Config) -> list[str]:
-    """Return the type of each layer. Entries beyond the layer count are multi-token prediction layers, left out."""
-    count = config.layer_count()
-    for key, known in (("layer_types", _BY_NAME), ("compress_ratios", _BY_RATIO)):
-        if (listed := config.choices(key, known, count, longer=True)) is not None:
-            return listed
-    return [HEAVY if index < 2 or index % 2 == 0 else SPARSE for index in range(count)]
-
-
-def _ratio(config: Config, kind: str) -> int:
-    """Return the number of tokens per entry. As in transformers, the older key has priority."""
-    older, default = _RATIOS[kind]
-    section = config.section("compress_rates")
-    named = None if section is None else section.optional_integer(kind)
-    return config.optional_integer(older) or named or default
 
 
 READERS: Mapping[str, Reader] = {
@@ -347,28 +332,19 @@ READERS: Mapping[str, Reader] = {
 }
 
 
-def _check_width(config: Config, layer: LayerSpec) -> None:
-    """Raise ModelConfigError for widths that no real model has, before they are allocated."""
-    dims = layer.linear
-    widths = [layer.num_heads * layer.head_dim, layer.num_heads * layer.v_head_dim]
-    widths += [] if dims is None else [dims.conv_channels, dims.conv_width]
-    if layer.mla is not None:
-        widths.append(layer.mla.row_dim)
-    if layer.indexer is not None:
-        widths.append(layer.indexer.heads * layer.indexer.head_dim)
-    if max(widths) > MAX_COLUMNS:
-        heads = f"{layer.num_heads} heads of {layer.head_dim} and {layer.v_head_dim}"
-        raise ModelConfigError(
-            f"{config.source}: a layer of kind {layer.kind} has {max(widths)} columns ({heads}); "
-            f"the maximum is {MAX_COLUMNS}",
-            config.source,
-        )
-
-
 def read_layers(config: Config) -> tuple[LayerSpec, ...]:
     """Return the attention layers of a model in order. Layers without attention are left out."""
     layers = READERS.get(config.model_type, _decoder)(config)
-    for layer in dict.fromkeys(layers):
-        if layer is not None:
-            _check_width(config, layer)
+    for layer in filter(None, dict.fromkeys(layers)):
+        dims, widths = layer.linear, [layer.num_heads * layer.head_dim, layer.num_heads * layer.v_head_dim]
+        widths += [] if dims is None else [dims.conv_channels, dims.conv_width]
+        widths += [] if layer.mla is None else [layer.mla.row_dim]
+        widths += [] if layer.indexer is None else [layer.indexer.heads * layer.indexer.head_dim]
+        if max(widths) > MAX_COLUMNS:  # which no real model has; refused before it is allocated
+            heads = f"{layer.num_heads} heads of {layer.head_dim} and {layer.v_head_dim}"
+            raise ModelConfigError(
+                f"{config.source}: a layer of kind {layer.kind} has {max(widths)} columns ({heads}); "
+                f"the maximum is {MAX_COLUMNS}",
+                config.source,
+            )
     return tuple(replace(layer, layer_id=index) for index, layer in enumerate(layers) if layer is not None)

@@ -1,11 +1,20 @@
-"""Memory layout of a layer's cache rows, as data: a shape in logical order, and strides."""
+"""Memory layout of a layer's cache rows, as data: a shape in logical order, and strides.
+
+Views of a host's cache tensors as pages, by the names of their dimensions.
+"""
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from attnplug.declare.errors import PoolError
@@ -149,3 +158,96 @@ def split_table(page_table: Tensor, ratio: int) -> Tensor:
     first = page_table.unsqueeze(2) * ratio
     kernel_pages = first + torch.arange(ratio, dtype=page_table.dtype, device=page_table.device)
     return kernel_pages.masked_fill_(first < 0, -1).flatten(1)
+
+
+_ROW = ("pages", "tokens", "heads", "dim")
+_GRAMMAR = (
+    "name the tensor's dimensions from slow to fast: pages, tokens, heads and dim, and kv if keys and values are in "
+    "one tensor; a dimension that joins several is in parentheses, and slots means (pages tokens); for example "
+    "'kv pages tokens heads dim', 'pages heads tokens (kv dim)' or 'slots heads dim'"
+)
+
+
+def page_views(
+    tensor: Tensor, layout: str, page_size: int, heads: int, widths: Sequence[int], what: str
+) -> list[Tensor]:
+    """Return a view ``[pages, page_size, heads, width]`` of a host's tensor for each of ``widths``, without a copy.
+
+    ``layout`` names the tensor's dimensions. Two widths are those of keys and values, and the names must then include
+    ``kv``. ``(kv dim)`` is a row of keys followed by values, which may differ in width. ``heads`` may be omitted if
+    there is only one. ``what`` is the tensor's name in messages.
+    """
+    written, with_kv = layout.replace("slots", "(pages tokens)"), len(widths) > 1
+    dims = [tuple((joined or single).split()) for joined, single in re.findall(r"\(([^()]*)\)|(\S+)", written)]
+    named = [name for joined in dims for name in joined]
+    missing = {"pages", "tokens", "dim", *(["heads"] if heads > 1 else [])} - set(named)
+    if len(set(named)) < len(named) or missing or set(named) - {"kv", *_ROW}:
+        raise PoolError(f"{layout!r} does not describe a cache tensor; {_GRAMMAR}")
+    if with_kv != ("kv" in named):
+        have = "one tensor is given for keys and values" if with_kv else "the tensor holds one row per token"
+        raise PoolError(f"{layout!r} {'lacks' if with_kv else 'has'} kv, but {have}; {_GRAMMAR}")
+    if tensor.dim() != len(dims):
+        raise PoolError(
+            f"{what} of shape {list(tensor.shape)} is not {layout!r}: it has {tensor.dim()} dimensions, not {len(dims)}"
+        )
+    views = []
+    for part, width in enumerate(widths):
+        sizes = {"kv": len(widths), "tokens": page_size, "heads": heads, "dim": width}
+        view, names = tensor, list[str]()
+        for names_here, size in zip(dims, tensor.shape, strict=True):
+            place = len(names)
+            if names_here == ("kv", "dim"):
+                _check(size == sum(widths), tensor, layout, what, f"(kv dim) is {size}, not {sum(widths)}")
+                view, names_here = view.narrow(place, sum(widths[:part]), width), ("dim",)
+            else:
+                wanted, shown = math.prod(sizes.get(name, 1) for name in names_here), " × ".join(names_here)
+                if "pages" not in names_here:
+                    _check(size == wanted, tensor, layout, what, f"{shown} is {size}, not {wanted}")
+                else:
+                    multiple = f", not a multiple of {wanted}" if size else ""
+                    _check(size > 0 and size % wanted == 0, tensor, layout, what, f"{shown} is {size}{multiple}")
+                view = view.unflatten(place, [sizes.get(name, -1) for name in names_here])
+            names += names_here
+        if "kv" in names:
+            view = view.select(names.index("kv"), part)
+            names.remove("kv")
+        if "heads" not in names:
+            # In front of dim, as with several heads: a tensor map cannot have a stride of one element for heads.
+            place = names.index("dim")
+            view = view.unsqueeze(place)
+            names.insert(place, "heads")
+        views.append(view.permute([names.index(name) for name in _ROW]))
+    return views
+
+
+def _check(fits: bool, tensor: Tensor, layout: str, what: str, difference: str) -> None:
+    if not fits:
+        raise PoolError(f"{what} of shape {list(tensor.shape)} is not {layout!r} for this layer: {difference}")
+
+
+def check_together(pages: Mapping[str, Tensor]) -> None:
+    """Raise PoolError for caches, by their names in messages, that differ in pages or device, or that overlap."""
+    held = list(pages.items())
+    first, one = held[0]
+    for name, other in held[1:]:
+        for what, here, there in (("pages", one.shape[0], other.shape[0]), ("device", one.device, other.device)):
+            if here != there:
+                raise PoolError(f"{first} and {name} differ in {what}: {here} and {there}; one pool has one page table")
+    for index, (name, cache) in enumerate(held):
+        for other_name, other in held[:index]:
+            # Address ranges may interleave, like those of keys and values.
+            if np.shares_memory(_addresses(other), _addresses(cache)):
+                raise PoolError(f"{other_name} and {name} overlap in memory; give each its own")
+
+
+def _addresses(tensor: Tensor) -> NDArray[np.void]:
+    """Return the addresses of a tensor as an array. They may be a GPU's, and its elements are never read."""
+    width = tensor.element_size()
+    interface = {
+        "version": 3,
+        "data": (tensor.data_ptr(), True),
+        "typestr": f"|V{width}",
+        "shape": tuple(tensor.shape),
+        "strides": tuple(stride * width for stride in tensor.stride()),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))

@@ -13,10 +13,17 @@ from torch import Tensor
 from attnplug.declare.errors import PoolError
 from attnplug.declare.kv_format import KVFormat, as_format
 from attnplug.declare.model import LayerSpec
-from attnplug.kv.buffer import PageCopy, PagedBuffer, copy_pages, move_rows, torch_dtype
-from attnplug.kv.coded_rows import CodedRows, load_codec, separate_views
-from attnplug.kv.foreign import check_together, foreign_pages, page_views
-from attnplug.kv.layout import LayoutName, PageLayout
+from attnplug.kv.buffer import (
+    CodedRows,
+    PageCopy,
+    PagedBuffer,
+    copy_pages,
+    load_codec,
+    move_rows,
+    separate_views,
+    torch_dtype,
+)
+from attnplug.kv.layout import LayoutName, PageLayout, check_together, page_views
 
 T = TypeVar("T")
 Scales: TypeAlias = float | tuple[float, ...]
@@ -217,7 +224,10 @@ class PagedPool:
                     for tensor, width, name in zip(given, widths, names, strict=True)
                 ]
             for name, form, view in zip(names, forms, views, strict=True):
-                pages[name] = foreign_pages(view, form.stored, str(dtype), name)
+                stored = form.stored  # a dtype of one byte may come as another
+                if view.dtype != stored and (view.element_size() > 1 or stored.itemsize > 1):
+                    raise PoolError(f"{name} of type {view.dtype} cannot be a cache in {dtype}; give {stored}")
+                pages[name] = view.view(stored)
             held[layer_id] = tuple(form.wrap(pages[name]) for name, form in zip(names, forms, strict=True))
         check_together(pages)
         pool = cls.__new__(cls)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnplug.declare.errors import WorkspaceError
-from attnplug.declare.workspace_kind import WorkspaceKind
+from attnplug.declare.kv_format import WorkspaceKind
 
 Allocate = Callable[[int, torch.device, bool], Tensor]
 """Allocator of workspace memory: ``(nbytes, device, zeroed)`` → tensor ``[nbytes]`` uint8."""
@@ -52,28 +52,20 @@ class Workspace:
                     f"{owner} asks for {nbytes} bytes of {self.kind.name} workspace, but it is frozen at {have}: "
                     "captured graphs hold its address; request the maximum before graphs are captured"
                 )
-            buffer = allocate(nbytes, self.buffer.device, self.kind.zeroed)
-            self._check(buffer, nbytes)
+            device = self.buffer.device
+            buffer = allocate(nbytes, device, self.kind.zeroed)
+            wanted = ((nbytes,), torch.uint8, device)
+            if (buffer.shape, buffer.dtype, buffer.device) != wanted or not buffer.is_contiguous():
+                raise WorkspaceError(
+                    f"the allocator gave {list(buffer.shape)} {buffer.dtype} on {buffer.device} for {self.kind.name} "
+                    f"workspace; it must give contiguous [{nbytes}] torch.uint8 on {device}"
+                )
+            if self.kind.zeroed and buffer.any():
+                raise WorkspaceError(f"the allocator gave {self.kind.name} workspace that is not zero, as requested")
             if have:
                 self._retired.append(weakref.ref(self.buffer))
             self.buffer = buffer
         self._owners[owner] = max(nbytes, self._owners.get(owner, 0))
-
-    def _check(self, buffer: Tensor, nbytes: int) -> None:
-        device = self.buffer.device
-        wanted = ((nbytes,), torch.uint8, device)
-        if (buffer.shape, buffer.dtype, buffer.device) != wanted or not buffer.is_contiguous():
-            raise WorkspaceError(
-                f"the allocator gave {list(buffer.shape)} {buffer.dtype} on {buffer.device} for {self.kind.name} "
-                f"workspace; it must give contiguous [{nbytes}] torch.uint8 on {device}"
-            )
-        if self.kind.zeroed and buffer.any():
-            raise WorkspaceError(f"the allocator gave {self.kind.name} workspace that is not zero, as requested")
-
-    def _use(self) -> WorkspaceUse:
-        retired = sum(buffer.numel() for ref in self._retired if (buffer := ref()) is not None)
-        device, kind, nbytes = str(self.buffer.device), self.kind, self.buffer.numel()
-        return WorkspaceUse(device, kind.name, self.lane, kind.zeroed, nbytes, dict(self._owners), retired)
 
 
 def _allocate(nbytes: int, device: torch.device, zeroed: bool) -> Tensor:
@@ -104,7 +96,10 @@ class WorkspaceOwner:
                 f"{owner} asks for {nbytes} bytes of {kind.name} workspace in lane {lane}; ask for 1 or more, in "
                 "lane 0 or higher"
             )
-        key = (_exact(torch.device(device)), kind, lane)
+        place = torch.device(device)
+        if place.index is None:  # "cuda" is the same device as "cuda:0" if 0 is current
+            place = torch.empty(0, device=place).device
+        key = (place, kind, lane)
         for _, other, _ in self._workspaces:
             if other.name == kind.name and other != kind:
                 raise WorkspaceError(
@@ -122,15 +117,14 @@ class WorkspaceOwner:
 
     def report(self) -> tuple[WorkspaceUse, ...]:
         """Return all allocations with their owners, sorted by device, kind and lane."""
-        uses = (workspace._use() for workspace in self._workspaces.values())
+        uses = []
+        for (device, kind, lane), each in self._workspaces.items():
+            retired = sum(buffer.numel() for ref in each._retired if (buffer := ref()) is not None)
+            nbytes, owners = each.buffer.numel(), dict(each._owners)
+            uses.append(WorkspaceUse(str(device), kind.name, lane, kind.zeroed, nbytes, owners, retired))
         return tuple(sorted(uses, key=lambda use: (use.device, use.kind, use.lane)))
 
     @property
     def nbytes(self) -> int:
         """Total bytes, including buffers that were replaced and are still in use."""
         return sum(use.nbytes + use.retired_bytes for use in self.report())
-
-
-def _exact(device: torch.device) -> torch.device:
-    """Add the current index to ``cuda``: it is the same device as ``cuda:0`` if 0 is current."""
-    return torch.empty(0, device=device).device if device.index is None else device

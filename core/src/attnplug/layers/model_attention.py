@@ -10,20 +10,22 @@ from dataclasses import replace
 from torch import Tensor
 
 from attnplug.author.served_layers import bind_forward
-from attnplug.contract.backend import AttentionBackend, ForwardExtras, bind_optional_hook, hook_signatures
-from attnplug.contract.batch import BatchPlan, ForwardBatch, apply_skip_attn_backend_init
-from attnplug.contract.hooks import Hook
-from attnplug.contract.linear import DeltaInputs, LinearInputs
-from attnplug.contract.mode import ForwardMode
-from attnplug.contract.plan import Plan, describe_result, received_plan
-from attnplug.contract.sparse import SelectedRows
+from attnplug.contract.backend import AttentionBackend, ForwardExtras, Hook, bind_optional_hook, hook_signatures
+from attnplug.contract.batch import (
+    BatchPlan,
+    ForwardBatch,
+    Plan,
+    apply_skip_attn_backend_init,
+    describe_result,
+    received_plan,
+)
+from attnplug.contract.geometry import ForwardMode
+from attnplug.contract.inputs import DeltaInputs, LinearInputs, SelectedRows
 from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import ExtendPath, GraphLevel
-from attnplug.kv.caches import KVPools
-from attnplug.mla.attention import MLAAttention
-from attnplug.mla.extend_policy import ExtendPolicy
-from attnplug.mla.weights import MLAWeights
+from attnplug.kv.pools import KVPools
+from attnplug.mla.attention import ExtendPolicy, MLAAttention, MLAWeights
 
 
 class ModelAttention:

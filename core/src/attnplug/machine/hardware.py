@@ -41,21 +41,20 @@ def visible_gpus() -> tuple[Processor, ...]:
     if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
         return ()
     nvml.nvmlSystemGetDriverVersion(version, len(version))
-    gpus = [gpu for index in range(count.value) if (gpu := _gpu(nvml, index, version.value.decode())) is not None]
+    gpus = []
+    for index in range(count.value):
+        handle, name = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)):
+            continue
+        if nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor)):
+            continue
+        nvml.nvmlDeviceGetName(handle, name, len(name))
+        sm, driver = major.value * 10 + minor.value, version.value.decode()
+        gpus.append(Processor(name.value.decode(errors="replace"), sm, driver))
     nvml.nvmlShutdown()
     chosen = [int(text) for text in (visible or "").split(",") if text.strip().isdigit()]
     return tuple(gpus[index] for index in chosen if index < len(gpus)) if chosen else tuple(gpus)
-
-
-def _gpu(nvml: ctypes.CDLL, index: int, driver: str) -> Processor | None:
-    handle, name = ctypes.c_void_p(), ctypes.create_string_buffer(96)
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)):
-        return None
-    if nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor)):
-        return None
-    nvml.nvmlDeviceGetName(handle, name, len(name))
-    return Processor(name.value.decode(errors="replace"), major.value * 10 + minor.value, driver)
 
 
 CPU = DeviceSpec("cpu", detect=lambda: (Processor(_cpu_name()),))

@@ -19,24 +19,29 @@ from attnplug.contract.backend import (
     bind_optional_hook,
     hook_signatures,
     methods,
+    shown,
 )
 from attnplug.contract.context import BackendContext, HostContext
-from attnplug.contract.hooks import shown
-from attnplug.declare.capabilities import Capabilities
-from attnplug.declare.claims import Claims
-from attnplug.declare.errors import BackendError, HookError, PluginWarning, describe_error
+from attnplug.declare.capabilities import Capabilities, Claims
+from attnplug.declare.errors import (
+    BackendError,
+    HookError,
+    PluginWarning,
+    Refusal,
+    RefusalCode,
+    Setting,
+    describe_error,
+)
 from attnplug.declare.model import AttentionKind, Feature
 from attnplug.declare.problem import DType, ExtendPath, GraphLevel, Problem, Role
-from attnplug.declare.refusal import Refusal, RefusalCode
-from attnplug.declare.registered import Registered
-from attnplug.declare.settings import Setting
+from attnplug.declare.spec import Registered
 from attnplug.machine.runtime import runtime_of
-from attnplug.registry.isolation import BuildError, attributed_to
 from attnplug.registry.kernel_builds import build_kernels
+from attnplug.registry.loading import BuildError, attributed_to
 from attnplug.registry.registry import Registry
 from attnplug.registry.select import select
 from attnplug.registry.selection import AUTO, BackendRequest, Selection
-from attnplug.wrappers.split import HybridLinearBackend, SplitBackend
+from attnplug.wrappers.forwarding import HybridLinearBackend, SplitBackend
 
 EXTRA_OF = {Feature.SINKS: "sinks", Feature.SPARSE: "selected", Feature.COMPRESSED: "entries"}
 """Extras of ``forward`` that carry a layer's feature."""
@@ -95,21 +100,6 @@ def claim_problems(backend: AttentionBackend, declared: Capabilities, page_size:
             yield f"it claims {claim}, but has no {hook}{shown(hook_signatures()[hook])}"
 
 
-def unreadable_layouts(context: BackendContext, declared: Capabilities) -> Iterator[str]:
-    """Yield every layer whose cache layout the backend does not support. Hosts may omit the layout from the problem."""
-    if context.roles == {Role.LINEAR}:
-        return
-    mha, mla, can = context.pools.mha, context.pools.mla, declared.layouts
-    layouts = [] if mha is None else [(layer, layout) for layer in mha.layer_ids for layout in mha.layout(layer)]
-    layouts += [] if mla is None else [(layer, mla.layout(layer)) for layer in mla.layer_ids]
-    for layer, layout in layouts:
-        if layout.name not in can:
-            yield (
-                f"the cache of layer {layer} has layout {layout.name}, with shape {layout.shape} and strides "
-                f"{layout.strides}; the backend reads only {', '.join(sorted(can))}"
-            )
-
-
 def missing_claims(claims: Claims, problem: Problem, roles: Collection[Role]) -> Iterator[str]:
     """Yield everything that the problem needs and the built backend does not claim."""
     yield from map(str, claims.refusals(problem, roles))
@@ -143,8 +133,16 @@ def build_backend(registered: Registered, context: BackendContext, problem: Prob
     Its hooks must be callable, and its claims within its spec and sufficient for ``problem``, if given.
     """
     spec = registered.spec
-    for unreadable in unreadable_layouts(context, spec.capabilities):
-        raise BuildError(registered, BackendError(unreadable, settings=[Setting.LAYOUT]))
+    mha, mla, can = context.pools.mha, context.pools.mla, spec.capabilities.layouts
+    layouts = [] if mha is None else [(layer, layout) for layer in mha.layer_ids for layout in mha.layout(layer)]
+    layouts += [] if mla is None else [(layer, mla.layout(layer)) for layer in mla.layer_ids]
+    for layer, layout in layouts:  # which hosts may omit from the problem
+        if layout.name not in can and context.roles != {Role.LINEAR}:
+            unreadable = (
+                f"the cache of layer {layer} has layout {layout.name}, with shape {layout.shape} and strides "
+                f"{layout.strides}; the backend reads only {', '.join(sorted(can))}"
+            )
+            raise BuildError(registered, BackendError(unreadable, settings=[Setting.LAYOUT]))
     factory = import_factory(registered)
     _compile_kernels([(registered, context.roles, context.options)], context, problem)
     with attributed_to(registered, f"{spec.factory} cannot be built"):  # the checks run the plugin's properties
@@ -211,12 +209,12 @@ def choose_importable(
 
     For hosts that load weights before they build backends: a failing import is reported before weights are loaded.
     """
-    return build_chosen(registry, request, problem, _import_chosen, ranking=ranking)[0]
 
+    def import_chosen(selection: Selection) -> None:
+        for registered, _ in selection.uses().values():
+            import_factory(registered)
 
-def _import_chosen(selection: Selection) -> None:
-    for registered, _ in selection.uses().values():
-        import_factory(registered)
+    return build_chosen(registry, request, problem, import_chosen, ranking=ranking)[0]
 
 
 def build_selection(selection: Selection, context: HostContext) -> AttentionBackend:
@@ -232,7 +230,19 @@ def build_selection(selection: Selection, context: HostContext) -> AttentionBack
     """
     uses = [(*use, selection.options.get(name)) for name, use in selection.uses().items()]
     _compile_kernels(uses, context, selection.problem)
-    full = _full_attention(selection, context)
+    roles = [role for role in (Role.PREFILL, Role.DECODE) if role in selection.choices]
+    if selection.problem.is_draft:
+        roles = [Role.DRAFT]
+    built: dict[str, AttentionBackend] = {}
+    for name, (registered, served) in selection.uses().items():
+        if own_roles := served & set(roles):
+            built[name] = _build(selection, registered, context, own_roles)
+    full = next(iter(built.values()), None)
+    extenders = selection.graph_extenders({name: backend.claims.cuda_graph for name, backend in built.items()})
+    if extenders or any(selection.choices[role].schedule is not None for role in roles):
+        full = _dispatch_by_batch(selection, built, roles, extenders)
+    elif len(built) > 1:
+        full = SplitBackend(*built.values(), verify=selection.verify)
     if Role.LINEAR not in selection.choices:
         assert full is not None, "a model has full-attention or linear layers"
         return full
@@ -254,22 +264,6 @@ def _compile_kernels(
         context.model, context.device.type, here.sm or None, dtype, context.kv_dtype, mla_extend=wanted.mla_extend
     )
     build_kernels(uses, replace(own, architecture=here.architecture, invariant=wanted.invariant))
-
-
-def _full_attention(selection: Selection, context: HostContext) -> AttentionBackend | None:
-    roles = [role for role in (Role.PREFILL, Role.DECODE) if role in selection.choices]
-    if selection.problem.is_draft:
-        roles = [Role.DRAFT]
-    if not roles:
-        return None
-    built: dict[str, AttentionBackend] = {}
-    for name, (registered, served) in selection.uses().items():
-        if own_roles := served & set(roles):
-            built[name] = _build(selection, registered, context, own_roles)
-    extenders = selection.graph_extenders({name: backend.claims.cuda_graph for name, backend in built.items()})
-    if extenders or any(selection.choices[role].schedule is not None for role in roles):
-        return _dispatch_by_batch(selection, built, roles, extenders)
-    return SplitBackend(*built.values(), verify=selection.verify) if len(built) > 1 else next(iter(built.values()))
 
 
 def _dispatch_by_batch(

@@ -9,12 +9,10 @@ import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from attnplug.declare.errors import PluginError, UsageError
+from attnplug.declare.errors import PluginError, Refusal, RefusalCode, Render, UsageError
 from attnplug.declare.installed import installed_version
 from attnplug.declare.problem import Problem
-from attnplug.declare.refusal import Refusal, RefusalCode
-from attnplug.declare.registered import Source
-from attnplug.declare.settings import Render
+from attnplug.declare.spec import Source
 from attnplug.registry.loading import attributed, find_entry_points, load_entry_point
 
 GROUP = "attnplug.hosts"

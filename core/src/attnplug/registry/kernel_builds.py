@@ -19,9 +19,8 @@ from typing import Any
 
 from attnplug.declare.errors import BackendError
 from attnplug.declare.problem import Problem, Role
-from attnplug.declare.registered import Registered
-from attnplug.declare.spec import KernelBuild
-from attnplug.registry.isolation import BuildError, attributed_to
+from attnplug.declare.spec import KernelBuild, Registered
+from attnplug.registry.loading import BuildError, attributed_to
 
 compiled_kernels: list[tuple[str, float]] = []
 """Name and seconds of every kernel that :func:`build_kernels` compiled for this process."""

@@ -1,4 +1,14 @@
-"""Plugin discovery and loading. Entry points are loaded one at a time, each isolated from the others (D2).
+"""Hook specifications, and the discovery and loading of plugins, each isolated from the others (D2).
+
+Errors in code of other packages name the package at fault.
+
+Each hook is called once per plugin, when the plugin is loaded. A plugin implements the ones it needs. The module that
+implements them must import neither torch nor a kernel library, because ``attnplug backends`` loads every plugin. An
+invalid result is reported with the plugin's distribution, and the whole plugin is left out. Example::
+
+    @attnplug.hookimpl
+    def attnplug_backends():
+        return [BackendSpec(name="my_backend", factory="my_package.backend:MyBackend", ...)]
 
 A plugin marks its hooks with pluggy's decorator, but pluggy neither loads nor calls them. Its loader stops at the first
 broken plugin, skips a second one of the same name, never calls a misspelled hook and never fills an argument with a
@@ -7,34 +17,220 @@ default, all silently. Here each of these is an error, reported with the plugin'
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # 'signal' would take 2 ms to import
 import contextlib
 import difflib
 import inspect
+import io
 import json
+import os
 import re
 import reprlib
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import CellType, FunctionType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import importlib_metadata as metadata
 import pluggy
 from importlib_metadata import EntryPoint
 
 from attnplug.declare.device import DeviceSpec
-from attnplug.declare.errors import PluginError, describe_error
+from attnplug.declare.errors import AttnplugError, BackendError, PluginError, describe_error
 from attnplug.declare.installed import requirement_refusal
-from attnplug.declare.kv_format import KVFormat
-from attnplug.declare.registered import Source, distribution_identity
-from attnplug.declare.spec import BackendSpec
+from attnplug.declare.kv_format import KVFormat, WorkspaceKind
+from attnplug.declare.spec import BackendSpec, Registered, Source, distribution_identity
 from attnplug.declare.version import CONTRACT_VERSION
-from attnplug.declare.workspace_kind import WorkspaceKind
-from attnplug.registry import plugin_hooks
-from attnplug.registry.isolation import guarded
+
+
+@contextlib.contextmanager
+def guarded() -> Iterator[None]:
+    """Isolate the process from code of other packages. Exceptions propagate.
+
+    - Output to stdout goes to stderr.
+    - ``os._exit`` raises SystemExit. It would end the process without a word about the package that called it.
+    - Entries removed from the import system are restored and reported by a PluginError, because otherwise nothing could
+      be imported afterwards. Added entries stay, because a plugin's backend may need them later.
+    - Closed standard streams, removed environment variables, warning filters, the current directory and handlers of
+      SIGINT and SIGTERM are restored silently.
+    """
+    lists: dict[str, list[Any]] = {name: getattr(sys, name) for name in ("path", "meta_path", "path_hooks")}
+    entries = {name: list(found) for name, found in lists.items()}
+    raised: BaseException | None = None
+    try:
+        with _same_streams(), _same_settings(), warnings.catch_warnings():
+            yield
+    except BaseException as error:
+        raised = error
+    removed = []
+    for name, before in entries.items():
+        now = getattr(sys, name, None)
+        if not isinstance(now, list) or any(entry not in now for entry in before):
+            lists[name][:] = before
+            setattr(sys, name, lists[name])
+            removed.append(f"sys.{name}")
+    if removed and not isinstance(raised, KeyboardInterrupt):
+        then = "" if raised is None else f"; then: {describe_error(raised)}"
+        raise PluginError(f"it removed entries from {' and '.join(removed)}, which were restored{then}") from raised
+    if raised is not None:
+        raise raised
+
+
+class _Unclosable:
+    """A stream that other packages can use, but not close."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def close(self) -> None: ...
+
+
+@contextlib.contextmanager
+def _same_streams() -> Iterator[None]:
+    """Redirect stdout to stderr. Reopen standard streams and their file descriptors if they are closed inside."""
+    found = enumerate((sys.__stdin__, sys.__stdout__, sys.__stderr__))
+    streams = {fd: stream for fd, stream in found if isinstance(stream, io.TextIOWrapper)}
+    settings = {fd: (one.encoding, one.errors, None, one.line_buffering) for fd, one in streams.items()}
+    copies: dict[int, int] = {}
+    for fd in range(3):
+        with contextlib.suppress(OSError):  # closed already
+            copies[fd] = os.dup(fd)
+    errors: Any = _Unclosable(sys.stderr)
+    try:
+        with contextlib.redirect_stdout(errors), contextlib.redirect_stderr(errors):
+            yield
+    finally:
+        for fd, copy in copies.items():
+            with contextlib.suppress(OSError):  # the copy has been closed, too
+                os.dup2(copy, fd)
+                os.close(copy)
+        for fd, stream in streams.items():
+            try:
+                stream.writable()
+            except ValueError:  # closed or detached; initialized in place, because others refer to the object
+                file = open(fd, "wb" if fd else "rb", closefd=False)  # noqa: SIM115 - open as long as the process runs
+                stream.__init__(file, *settings[fd])  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def _same_settings() -> Iterator[None]:
+    """Restore removed variables, the current directory and signal handlers, and let ``os._exit`` raise SystemExit.
+
+    A forked child process exits as it asks to.
+    """
+    variables = os.environ._data.copy()  # type: ignore[attr-defined]  # encoded; decoding them all would take 60 µs
+    handlers = {number: _signal.getsignal(number) for number in (_signal.SIGINT, _signal.SIGTERM)}
+    end, processes = os._exit, {os.getpid()}
+
+    def raise_exit(status: int) -> NoReturn:
+        if os.getpid() in processes:
+            raise SystemExit(f"os._exit({status})")
+        end(status)
+
+    os._exit = raise_exit
+    with contextlib.ExitStack() as undo:
+        with contextlib.suppress(OSError):  # deleted
+            undo.callback(os.chdir, os.getcwd())
+        try:
+            yield
+        finally:
+            processes.clear()  # a package that kept the function can exit later
+            os._exit = end
+            for name in variables.keys() - os.environ._data.keys():  # type: ignore[attr-defined]
+                os.environ[os.fsdecode(name)] = os.fsdecode(variables[name])
+            for number, handler in handlers.items():
+                if handler is not None and _signal.getsignal(number) is not handler:
+                    with contextlib.suppress(ValueError):  # not the main thread
+                        _signal.signal(number, handler)
+
+
+class BuildError(BackendError):
+    """A selected backend could not be built. ``backend`` is its registration, with the plugin's distribution."""
+
+    def __init__(self, backend: Registered, error: AttnplugError) -> None:
+        super().__init__(f"backend {backend.spec.name} ({backend.source}): {error.message}", settings=error.settings)
+        self.backend = backend
+        self.exit_code = error.exit_code  # that of a UsageError if the backend refuses its options
+
+
+@contextlib.contextmanager
+def attributed_to(backend: Registered, failure: str) -> Iterator[None]:
+    """Raise any exception of a plugin's code as a BuildError. Kernel libraries do anything."""
+    try:
+        with guarded():
+            yield
+    except (BuildError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        if not isinstance(error, AttnplugError) or isinstance(error, PluginError):  # which do not know the backend
+            raise BuildError(backend, BackendError(f"{failure}: {describe_error(error)}")) from error
+        raise BuildError(backend, error) from error
+
+
+PROJECT = "attnplug"
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Decorator of a plugin's hooks: ``@hookimpl`` above ``def attnplug_backends()``."""
+
+
+@hookspec
+def attnplug_backends() -> Iterable[BackendSpec]:  # type: ignore[empty-body] # a hookspec has none
+    """Return the specs of this plugin's backends.
+
+    The factory named in a spec is imported only when the backend is built. Backend names are unique: if two plugins
+    claim one, neither gets it, and the error names both. Core keeps its own names.
+    """
+
+
+@hookspec
+def attnplug_kv_formats() -> Iterable[KVFormat]:  # type: ignore[empty-body] # a hookspec has none
+    """Return the KV cache formats that this plugin provides. A host's setting ``kv_dtype`` requests one by name.
+
+    ``torch_native`` serves every format by its codec. Backends with kernels claim formats by name. Names are unique, as
+    those of backends are.
+    """
+
+
+@hookspec
+def attnplug_workspace_kinds() -> Iterable[WorkspaceKind]:  # type: ignore[empty-body] # a hookspec has none
+    """Return the kinds of workspace memory that this plugin's kernels need, beyond ``attnplug.SCRATCH``.
+
+    Plugins with equal kinds share memory. One name with different contracts is an error that names both plugins.
+    """
+
+
+@hookspec
+def attnplug_devices() -> Iterable[DeviceSpec]:  # type: ignore[empty-body] # a hookspec has none
+    """Return the torch device types that this plugin supports. Their names are unique, as those of backends are."""
+
+
+@hookspec
+def attnplug_rankings() -> Iterable[Path]:  # type: ignore[empty-body] # a hookspec has none
+    """Return folders with measured tables, by which ``auto`` ranks this plugin's backends or others.
+
+    A folder is read when ``auto`` chooses, not when the plugin is loaded. It holds the files that ``attnplug tune``
+    writes, named after the device: ``nvidia-h200.json``. If two plugins ship a table for the same backend, role, layer
+    shape and device, neither is used and a warning names both files.
+    """
+
+
+@hookspec
+def attnplug_tiny_models() -> Mapping[str, Mapping[str, object]]:  # type: ignore[empty-body] # a hookspec has none
+    """Return Hugging Face configs of tiny models by name, as ``config.json`` would hold them.
+
+    ``tiny:NAME`` is then a model with random weights, like core's own. The engine's tokens for it are ASCII characters,
+    so ``vocab_size`` must be at least 128. Names are unique, as those of backends are.
+    """
+
 
 GROUP = "attnplug.plugins"
 MAX_ITEMS = 1000
@@ -112,19 +308,15 @@ def load_plugin(point: EntryPoint, source: Source, known: dict[str, Any]) -> Loa
         # Either the user's, who wants to know what took so long, or the plugin's own: Python cannot tell them apart.
         raise KeyboardInterrupt(f"while loading plugin {source.entry_point} ({source})") from error
     except BaseException as error:  # plugins raise anything: SystemExit, types of their own
-        return Broken(source.entry_point, source, describe_error(error) + _unmet_core(point))
-
-
-def _unmet_core(point: EntryPoint) -> str:
-    """Return the command for a plugin whose metadata requires another attnplug; empty if this one will do.
-
-    A plugin for a newer contract may fail before its ``contract`` is read, on a name or field that is not here.
-    """
-    with contextlib.suppress(Exception):  # whatever reading damaged metadata raises
-        needed = (text for text in (point.dist and point.dist.requires) or () if re.match(r"attnplug(?![\w.-])", text))
-        unmet = filter(None, map(requirement_refusal, needed))
-        return "".join(f"; it {refusal.message}; run: {refusal.advice}" for refusal in unmet)
-    return ""
+        text = describe_error(error)
+        # A plugin for a newer contract may fail before its ``contract`` is read, on a name or field that is not here.
+        with contextlib.suppress(Exception):  # whatever reading damaged metadata raises
+            requires = (point.dist and point.dist.requires) or ()
+            unmet = map(requirement_refusal, (one for one in requires if re.match(r"attnplug(?![\w.-])", one)))
+            text += "".join(
+                f"; it {refusal.message}; run: {refusal.advice}" for refusal in unmet if refusal is not None
+            )
+        return Broken(source.entry_point, source, text)
 
 
 def load_entry_point(point: EntryPoint) -> Any:
@@ -238,7 +430,7 @@ def _models(result: Any) -> dict[str, Mapping[str, object]]:
     return models
 
 
-_MANAGER = pluggy.PluginManager(plugin_hooks.PROJECT)
+_MANAGER = pluggy.PluginManager(PROJECT)
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     "attnplug_backends": partial(_items, BackendSpec),
     "attnplug_kv_formats": partial(_items, KVFormat),

@@ -1,4 +1,7 @@
-"""Registry of everything that installed plugins provide (D1, D2). Entry points are the only list of names."""
+"""Registry of everything that installed plugins provide (D1, D2), and models by reference.
+
+Entry points are the only list of names.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,23 @@ from typing import Any, TypeVar
 from importlib_metadata import EntryPoint
 
 from attnplug.declare.device import DeviceSpec, Processor
-from attnplug.declare.errors import PluginError, PluginWarning, UsageError, describe_error
+from attnplug.declare.errors import (
+    PluginError,
+    PluginWarning,
+    Refusal,
+    RefusalCode,
+    Setting,
+    UsageError,
+    describe_error,
+)
 from attnplug.declare.installed import factory_refusal
-from attnplug.declare.kv_format import BUILT_IN, KVFormat
+from attnplug.declare.kv_format import BUILT_IN, KVFormat, WorkspaceKind
+from attnplug.declare.model import ModelSpec
 from attnplug.declare.problem import DType
 from attnplug.declare.reading import of_type
-from attnplug.declare.refusal import Refusal, RefusalCode
-from attnplug.declare.registered import Provided, Registered, Source
-from attnplug.declare.settings import Setting
+from attnplug.declare.spec import Provided, Registered, Source
 from attnplug.declare.version import contract_problem
-from attnplug.declare.workspace_kind import WorkspaceKind
+from attnplug.hf.config_keys import TINY, TINY_CONFIGS, ModelConfigError
 from attnplug.machine.hardware import CPU, CUDA
 from attnplug.registry.loading import Broken, Loaded, canonical_name, find_entry_points, load_plugin
 
@@ -144,7 +154,13 @@ def load_registry(
     found = sorted(
         ((point, Source.of(point)) for point in points), key=lambda each: (each[1].distribution, each[0].name)
     )
-    allowed, blocked, unmatched = _apply_allow_list(found, environment.get(ALLOW_VARIABLE))
+    allowed, blocked, unmatched = found, list[Source](), tuple[str, ...]()
+    if (setting := environment.get(ALLOW_VARIABLE)) is not None:
+        wanted = {canonical_name(name): name.strip() for name in setting.split(",") if name.strip()}
+        names = {source: {canonical_name(source.distribution), canonical_name(point.name)} for point, source in found}
+        blocked = [source for source, own in names.items() if not source.embedded and own.isdisjoint(wanted)]
+        unmatched = tuple(sorted(text for name, text in wanted.items() if name not in set().union(*names.values())))
+        allowed = [plugin for plugin in found if plugin[1] not in blocked]
     loaded: list[Loaded] = []
     known: dict[str, Any] = {}
     slow: dict[Source, float] = {}
@@ -163,11 +179,21 @@ def load_registry(
     ]
     devices = [(spec.name, Provided(spec, plugin.source)) for plugin in loaded for spec in plugin.devices]
     formats = [(format.name, Provided(format, plugin.source)) for plugin in loaded for format in plugin.kv_formats]
+    backends: list[tuple[str, Registered]] = []
+    for spec, source in ((spec, plugin.source) for plugin in loaded for spec in plugin.backends):
+        if (problem := contract_problem(spec.contract, source.distribution)) is None:
+            backends.append((spec.name, Registered(spec, source)))
+        else:
+            broken.append(Broken(spec.name, source, problem, str(spec.contract)[:20]))
+    # Plugins that declare equal kinds share one; core's own has priority, because the last one is kept.
+    core_last = sorted(loaded, key=lambda plugin: plugin.source.embedded)
+    kinds = {kind: Provided(kind, plugin.source) for plugin in core_last for kind in plugin.workspace_kinds}
     kind_title = "the workspace kind {!r} (zeroed by one, not by the other)"
+    named_kinds = [(kind.name, provided) for kind, provided in kinds.items()]
     registry = Registry(
-        backends=_unique("the name {!r}", "{}", _backends(loaded, broken), broken),
+        backends=_unique("the name {!r}", "{}", backends, broken),
         kv_formats=_unique("the KV format {!r}", "KV format {}", formats, broken),
-        workspace_kinds=_unique(kind_title, "workspace kind {}", _kinds(loaded), broken),
+        workspace_kinds=_unique(kind_title, "workspace kind {}", named_kinds, broken),
         devices=_unique("the device {!r}", "device {}", devices, broken),
         table_folders=tuple(Provided(folder, plugin.source) for plugin in loaded for folder in plugin.rankings),
         tiny_models=_unique("the name 'tiny:{}'", "tiny:{}", models, broken),
@@ -178,7 +204,14 @@ def load_registry(
         strict=(environment.get(STRICT_VARIABLE) or "").strip().lower() not in ("", "0", "false", "no", "off"),
     )
     if registry.strict:
-        _raise_if_broken(registry)
+        faults = [str(fault) for fault in registry.broken]
+        faults += [f"{ALLOW_VARIABLE} lists {name!r}, which matches no installed plugin" for name in unmatched]
+        faults += [
+            f"{name} ({backend.source}): {missing}"
+            for name, backend in registry.backends.items()
+            if (missing := factory_refusal(backend.spec.factory)) is not None
+        ]
+        _raise_faults(faults)
     return registry
 
 
@@ -188,53 +221,9 @@ def installed_format(name: str) -> KVFormat:
     return BUILT_IN[name] if name in BUILT_IN else load_registry().kv_format(name)
 
 
-def _apply_allow_list(
-    plugins: list[tuple[EntryPoint, Source]], setting: str | None
-) -> tuple[list[tuple[EntryPoint, Source]], list[Source], tuple[str, ...]]:
-    """Return the allowed plugins, the sources of the blocked ones, and listed names that match no plugin."""
-    if setting is None:
-        return plugins, [], ()
-    wanted = {canonical_name(name): name.strip() for name in setting.split(",") if name.strip()}
-    names = {source: {canonical_name(source.distribution), canonical_name(point.name)} for point, source in plugins}
-    blocked = [source for source, own in names.items() if not source.embedded and own.isdisjoint(wanted)]
-    unmatched = sorted(text for name, text in wanted.items() if name not in set().union(*names.values()))
-    return [plugin for plugin in plugins if plugin[1] not in blocked], blocked, tuple(unmatched)
-
-
-def _raise_if_broken(registry: Registry) -> None:
-    faults = [str(broken) for broken in registry.broken]
-    faults += [f"{ALLOW_VARIABLE} lists {name!r}, which matches no installed plugin" for name in registry.unmatched]
-    faults += [
-        f"{name} ({backend.source}): {missing}"
-        for name, backend in registry.backends.items()
-        if (missing := factory_refusal(backend.spec.factory)) is not None
-    ]
-    _raise_faults(faults)
-
-
 def _raise_faults(faults: Collection[str]) -> None:
     if faults:
         raise PluginError(f"{STRICT_VARIABLE} is set and plugins are broken:\n" + "\n".join(f"  {f}" for f in faults))
-
-
-def _backends(loaded: Iterable[Loaded], broken: list[Broken]) -> list[tuple[str, Registered]]:
-    """Return backends with a compatible contract, with their names. Append the others to ``broken``."""
-    found = []
-    for plugin in loaded:
-        for spec in plugin.backends:
-            problem = contract_problem(spec.contract, plugin.source.distribution)
-            if problem is None:
-                found.append((spec.name, Registered(spec, plugin.source)))
-            else:
-                broken.append(Broken(spec.name, plugin.source, problem, str(spec.contract)[:20]))
-    return found
-
-
-def _kinds(loaded: Iterable[Loaded]) -> list[tuple[str, Provided[WorkspaceKind]]]:
-    """Return workspace kinds with their names. Plugins that declare equal kinds share one; core's own has priority."""
-    core_last = sorted(loaded, key=lambda plugin: plugin.source.embedded)  # the last one is kept
-    kinds = {kind: Provided(kind, plugin.source) for plugin in core_last for kind in plugin.workspace_kinds}
-    return [(kind.name, provided) for kind, provided in kinds.items()]
 
 
 def _unique(title: str, label: str, claims: Iterable[tuple[str, Claim]], broken: list[Broken]) -> dict[str, Claim]:
@@ -251,7 +240,15 @@ def _unique(title: str, label: str, claims: Iterable[tuple[str, Claim]], broken:
         keeper = next((group[0] for group in (embedded, claimants) if len(group) == 1), None)
         if keeper is not None:
             unique[name] = keeper
-        error = _conflict(title.format(name), claimants, keeper)
+        owners = [f"{claimant.source} (entry point {claimant.source.entry_point})" for claimant in claimants]
+        error = f"{title.format(name)} is claimed by {' and '.join(owners)}"
+        if len(set(owners)) == 1:
+            used = f"{title.format(name)} is used {len(owners)} times by {owners[0]}"
+            error = f"{used}, so none of them is available; keep one"
+        elif keeper is not None:
+            error += "; attnplug's own keeps it; uninstall the other, or give it another name"
+        else:
+            error += f", so neither is used; uninstall one, or name the one to keep in {ALLOW_VARIABLE}"
         for one in claimants:
             if one is not keeper:
                 contract = one.spec.contract if isinstance(one, Registered) else None
@@ -259,11 +256,34 @@ def _unique(title: str, label: str, claims: Iterable[tuple[str, Claim]], broken:
     return unique
 
 
-def _conflict(title: str, claimants: Sequence[Claim], keeper: Claim | None) -> str:
-    owners = [f"{claimant.source} (entry point {claimant.source.entry_point})" for claimant in claimants]
-    if len(set(owners)) == 1:
-        return f"{title} is used {len(owners)} times by {owners[0]}, so none of them is available; keep one"
-    claimed = f"{title} is claimed by {' and '.join(owners)}"
-    if keeper is not None:
-        return f"{claimed}; attnplug's own keeps it; uninstall the other, or give it another name"
-    return f"{claimed}, so neither is used; uninstall one, or name the one to keep in {ALLOW_VARIABLE}"
+def load_model(reference: str, registry: Registry | None = None) -> ModelSpec:
+    """Read a model's config. ``reference`` is ``tiny:NAME``, a ``config.json`` or the folder that contains one.
+
+    Raises ModelConfigError for anything that cannot be read. ``registry`` defaults to the installed plugins. Example::
+
+        load_model("tiny:deepseek_v3").layers[0].mla
+    """
+    from attnplug.hf.model_config import model_from_config, read_model  # not at the top: start-up without it is faster
+
+    if reference.startswith(TINY):
+        return model_from_config(tiny_config(reference, registry), reference)
+    return read_model(reference)
+
+
+def tiny_config(reference: str, registry: Registry | None = None) -> Mapping[str, object]:
+    """Return the config of ``tiny:NAME``. Raises ModelConfigError with the known names."""
+    name = reference.removeprefix(TINY)
+    if registry is None:
+        if name in TINY_CONFIGS:  # core keeps its names, so no plugin needs to be loaded
+            return TINY_CONFIGS[name]
+        registry = load_registry()
+    if name in registry.tiny_models:
+        return registry.tiny_models[name].value
+    faults = [str(fault) for fault in registry.broken if fault.name == reference]
+    if faults:
+        raise PluginError(f"the model {reference!r} cannot be used:\n" + "\n".join(f"  {fault}" for fault in faults))
+    near = difflib.get_close_matches(name, registry.tiny_models, n=2)
+    meant = f"did you mean {' or '.join(TINY + match for match in near)}? " if near else ""
+    known = ", ".join(TINY + known for known in registry.tiny_models)
+    broken = "; 'attnplug backends' reports the broken plugins, which may provide more" if registry.broken else ""
+    raise ModelConfigError(f"{reference!r} is not a built-in model; {meant}known: {known}{broken}", reference)

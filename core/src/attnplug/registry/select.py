@@ -13,14 +13,11 @@ from functools import reduce
 from typing import Any
 
 from attnplug.auto.ranking import BY_PREFERENCE, Ranking, by_preference
-from attnplug.declare.claims import PageSizes
-from attnplug.declare.errors import AttnplugError, UsageError
+from attnplug.declare.capabilities import PageSizes
+from attnplug.declare.errors import AttnplugError, Refusal, RefusalCode, Render, Setting, UsageError
 from attnplug.declare.options import parse_options
 from attnplug.declare.problem import DEFAULT_PAGE_SIZE, GraphLevel, Problem, Role, sorted_levels
-from attnplug.declare.refusal import Refusal, RefusalCode
-from attnplug.declare.registered import Registered
-from attnplug.declare.settings import Render, Setting
-from attnplug.declare.spec import BackendSpec
+from attnplug.declare.spec import Registered
 from attnplug.registry.registry import Registry
 from attnplug.registry.selection import AUTO, BackendRequest, Candidate, RoleChoice, Selection, refusal_lines
 
@@ -75,8 +72,17 @@ def explain(
         )
     multiple = math.lcm(problem.model.page_multiple, 1 if format is None else format.page_multiple)
     chosen = [choice.chosen for choice in choices.values() if choice.chosen is not None]
-    page_size = _page_size(problem, chosen, multiple)
-    choices = {role: _with_page_size(choice, page_size) for role, choice in choices.items()}
+    page_size = problem.page_size
+    if page_size is None and chosen:  # a multiple of ``multiple`` that all chosen backends support
+        common = reduce(PageSizes.intersection, (backend.spec.capabilities.page_sizes for backend in chosen))
+        page_size = math.lcm(DEFAULT_PAGE_SIZE, multiple)
+        if common.kernel_size(page_size) is None:
+            assert common.kernel is not None
+            page_size = math.lcm(min(common.kernel), multiple)
+    for role, choice in choices.items():
+        if choice.schedule is not None and page_size is not None:
+            able = [b for b in choice.serving if b.spec.capabilities.page_sizes.kernel_size(page_size) is not None]
+            choices[role] = _restricted(choice, able, f"pages of {page_size}")
     _raise_if_options_unused(registry, request, choices)
     names = {backend.spec.name for choice in choices.values() for backend in choice.serving}
     options = {name: given.get(name, _parsed(registry, name, {})) for name in sorted(names)}
@@ -128,8 +134,12 @@ class _Chooser:
             ranked_as = role if self._paired_role(role) is None else Role.DECODE  # one ranking for both roles
             failing = self.ranking.failures(usable, ranked_as, self.problem)
             if others := [backend for backend in usable if backend.spec.name not in failing]:
-                usable, candidates = others, tuple(_with_failure(candidate, failing) for candidate in candidates)
-            able = self._capturable(usable, ranked_as) or usable
+                usable, found = others, [(c, failing.get(c.backend.spec.name)) for c in candidates]
+                candidates = tuple(c if f is None else replace(c, refusals=(*c.refusals, f)) for c, f in found)
+            able = usable
+            if self.problem.wants_graphs and self.problem.device != "cpu" and ranked_as in _CAPTURED:
+                # A higher level would be a requirement, which all usable ones meet.
+                able = self._able(usable, ranked_as, GraphLevel.DECODE) or usable
             ranked = self.ranking.rank(able, ranked_as, self.problem)
             chosen, why = ranked.backends[0], ranked.why
             schedule = None if self.problem.invariant else ranked.schedule
@@ -140,29 +150,18 @@ class _Chooser:
                 why = f"runs in CUDA graphs, unlike {slower}" + (f"; {why}" if len(able) > 1 else "")
             if chosen.spec.name in failing:
                 why += f"; but {failing[chosen.spec.name].message}"
-        setting = self.request.setting_for(role)
-        return self._with_captured_verify(RoleChoice(role, requested, setting, chosen, candidates, why, schedule))
-
-    def _capturable(self, usable: list[Registered], role: Role) -> list[Registered]:
-        """Return the usable backends that can be captured, or all of them if the host does not want graphs."""
-        problem = self.problem
-        if not problem.wants_graphs or problem.device == "cpu" or role not in _CAPTURED:
-            return usable
-        # A higher level would be a requirement, which all usable ones meet.
-        return self._able(usable, role, GraphLevel.DECODE)
+        setting, problem = self.request.setting_for(role), self.problem
+        choice = RoleChoice(role, requested, setting, chosen, candidates, why, schedule)
+        drafts = problem.speculative_tokens and role is self.request.verify
+        if schedule is None or not drafts or not problem.wants_graphs or problem.device == "cpu":
+            return choice
+        # Drop backends whose verify steps cannot be captured, if the chosen one's can.
+        able = self._able(choice.serving, role, GraphLevel.UNIFORM)
+        return _restricted(choice, able, "CUDA graphs that verify drafts") if chosen in able else choice
 
     def _able(self, backends: Sequence[Registered], role: Role, level: GraphLevel) -> list[Registered]:
         captured = replace(self.problem, cuda_graph=level)
         return [b for b in backends if not b.spec.refusals(captured, role, self.options.get(b.spec.name))]
-
-    def _with_captured_verify(self, choice: RoleChoice) -> RoleChoice:
-        """Drop backends from the schedule whose verify steps cannot be captured, if the chosen one's can."""
-        problem, role = self.problem, choice.role
-        drafts = problem.speculative_tokens and role is self.request.verify
-        if choice.schedule is None or not drafts or not problem.wants_graphs or problem.device == "cpu":
-            return choice
-        able = self._able(choice.serving, role, GraphLevel.UNIFORM)
-        return _restricted(choice, able, "CUDA graphs that verify drafts") if choice.chosen in able else choice
 
     def _refusals(self, backend: Registered, role: Role) -> Iterator[Refusal]:
         spec = backend.spec
@@ -172,8 +171,17 @@ class _Chooser:
             yield replace(refusal, setting=self.request.setting_for(role)) if by_role else refusal
         if spec.name in self.failed:
             yield self.failed[spec.name]
-        if not refusals and (other := self._paired_role(role)) is not None:
-            yield from self._pairing_refusals(spec, other)
+        other = self._paired_role(role)
+        if refusals or other is None:
+            return
+        requested, levels, why = self.request.name_for(other), sorted_levels(self.problem.invariant), None
+        if requested not in (AUTO, spec.name):
+            why = f"{requested} is requested for {other}"
+        elif requested == AUTO and spec.refusals(self.problem, other, self.options.get(spec.name)):
+            why = f"this backend cannot serve {other}"
+        if why is not None:
+            message = f"invariance {', '.join(levels)} requires one backend for prefill and decode; {why}"
+            yield Refusal(RefusalCode.INVARIANCE, message, levels, setting=self.request.setting_for(other))
 
     def _paired_role(self, role: Role) -> Role | None:
         """Return the role that must have the same backend, because rows have the same bits prefilled and decoded."""
@@ -182,22 +190,6 @@ class _Chooser:
         if not one_backend or role not in pair or not set(pair) <= set(self.problem.roles()):
             return None
         return pair[role is Role.PREFILL]
-
-    def _pairing_refusals(self, spec: BackendSpec, other: Role) -> Iterator[Refusal]:
-        requested, levels = self.request.name_for(other), sorted_levels(self.problem.invariant)
-        if requested not in (AUTO, spec.name):
-            why = f"{requested} is requested for {other}"
-        elif requested == AUTO and spec.refusals(self.problem, other, self.options.get(spec.name)):
-            why = f"this backend cannot serve {other}"
-        else:
-            return
-        message = f"invariance {', '.join(levels)} requires one backend for prefill and decode; {why}"
-        yield Refusal(RefusalCode.INVARIANCE, message, levels, setting=self.request.setting_for(other))
-
-
-def _with_failure(candidate: Candidate, failing: Mapping[str, Refusal]) -> Candidate:
-    found = failing.get(candidate.backend.spec.name)
-    return candidate if found is None else replace(candidate, refusals=(*candidate.refusals, found))
 
 
 def _why_unneeded(role: Role, problem: Problem) -> str:
@@ -208,25 +200,6 @@ def _why_unneeded(role: Role, problem: Problem) -> str:
         Role.DRAFT: f"speculation is off (`{Setting.SPECULATIVE_TOKENS}` turns it on)",
     }
     return reasons.get(role, "the model has no full-attention layer")
-
-
-def _page_size(problem: Problem, chosen: list[Registered], multiple: int) -> int | None:
-    """Return the requested page size, or a multiple of ``multiple`` that all chosen backends support."""
-    if problem.page_size is not None or not chosen:
-        return problem.page_size
-    common = reduce(PageSizes.intersection, (backend.spec.capabilities.page_sizes for backend in chosen))
-    if common.kernel_size(default := math.lcm(DEFAULT_PAGE_SIZE, multiple)) is not None:
-        return default
-    assert common.kernel is not None
-    return math.lcm(min(common.kernel), multiple)
-
-
-def _with_page_size(choice: RoleChoice, page_size: int | None) -> RoleChoice:
-    """Drop backends from the schedule that do not support the page size of the chosen backends."""
-    if choice.schedule is None or page_size is None:
-        return choice
-    able = [b for b in choice.serving if b.spec.capabilities.page_sizes.kernel_size(page_size) is not None]
-    return _restricted(choice, able, f"pages of {page_size}")
 
 
 def _restricted(choice: RoleChoice, able: list[Registered], need: str) -> RoleChoice:
@@ -251,30 +224,18 @@ def _raise_if_options_unused(registry: Registry, request: BackendRequest, choice
         if not settings or name in chosen | requested:
             continue
         backend, given = registry.get(name), f"{name}.{next(iter(settings))}"
-        if refusals := _own_refusals(backend, choices):
+        own = (c for choice in choices.values() for c in choice.candidates if c.backend is backend)
+        made_for = next((candidate for candidate in own if not candidate.is_unrelated), None)  # the first such role
+        if made_for is not None and (refusals := made_for.refusals):
             remedy = ": " + "; ".join(refusal.message for refusal in refusals)
             also = [refusal.setting for refusal in refusals if refusal.setting is not None]
         else:
-            also = [_setting_of(backend)]
+            roles = backend.spec.capabilities.roles  # the setting for all of them, or for the first one
+            both = {Role.PREFILL, Role.DECODE} <= roles
+            also = [Setting.ATTENTION_BACKEND if both else min(roles, key=list(Role).index).setting]
             remedy = f"; ask for it with `{also[0]}` {name}"
         raise UsageError(
             f"`{given}` is given, but {name} is not chosen for any role (chosen: {', '.join(sorted(chosen)) or 'none'})"
             f"{remedy}",
             settings=[given, *also],
         )
-
-
-def _own_refusals(backend: Registered, choices: Mapping[Role, RoleChoice]) -> list[Refusal]:
-    """Return a backend's refusals for the first role that it is made for; empty if it is usable there."""
-    for choice in choices.values():
-        (candidate,) = (c for c in choice.candidates if c.backend is backend)
-        if not candidate.is_unrelated:
-            return list(candidate.refusals)
-    return []
-
-
-def _setting_of(backend: Registered) -> Setting:
-    """Return the setting that requests a backend for all of its roles, or for the first one."""
-    roles = backend.spec.capabilities.roles
-    both = {Role.PREFILL, Role.DECODE} <= roles
-    return Setting.ATTENTION_BACKEND if both else min(roles, key=list(Role).index).setting

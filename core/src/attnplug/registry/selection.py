@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from attnplug.auto.schedule import BackendSchedule
-from attnplug.declare.errors import UsageError
+from attnplug.declare.errors import Refusal, RefusalCode, Render, Setting, UsageError
 from attnplug.declare.problem import GraphLevel, Problem, Role, sorted_levels
-from attnplug.declare.refusal import Refusal, RefusalCode
-from attnplug.declare.registered import Registered
-from attnplug.declare.settings import Render, Setting
-from attnplug.declare.spec import BackendSpec
+from attnplug.declare.spec import BackendSpec, Registered
 
 AUTO = "auto"
 
@@ -178,30 +175,25 @@ def refusal_lines(selection: Selection, render: Render) -> Iterator[str]:
         if choice.requested != AUTO:
             by_name.setdefault(choice.requested, []).append(choice)
     for choices in by_name.values():
-        yield from _refused_by_name(choices, render)
+        asked = choices[0].candidates[0].backend
+        roles = " and ".join(choice.role for choice in choices)
+        by = " and ".join(dict.fromkeys(render(choice.setting) or choice.setting for choice in choices))
+        yield f"{asked.spec.name} ({asked.source}) was asked for by {by} and cannot serve {roles}:"
+        reasons: dict[str, list[RoleChoice]] = {}
+        for choice in choices:
+            for refusal in choice.candidates[0].refusals:
+                reasons.setdefault(refusal.format(render), []).append(choice)
+        for reason, concerned in reasons.items():
+            yield f"  - {reason}" if len(concerned) == len(choices) else f"  - for {concerned[0].role}: {reason}"
+        usable = [{c.backend.spec.name: None for c in choice.candidates if not c.refusals} for choice in choices]
+        names = ", ".join(name for name in usable[0] if all(name in others for others in usable))
+        yield f"usable instead: {names or 'none'}; 'attnplug explain' gives every reason against every other backend"
         yield ""
     yield from _inputs(selection)
     for choice in selection.unserved:
         if choice.requested == AUTO:
             yield ""
             yield from _role_lines(choice, selection.problem, render)
-
-
-def _refused_by_name(choices: Sequence[RoleChoice], render: Render) -> Iterator[str]:
-    """Yield the refusals of a backend that was requested for these roles, and the backends usable instead."""
-    asked = choices[0].candidates[0].backend
-    roles = " and ".join(choice.role for choice in choices)
-    by = " and ".join(dict.fromkeys(render(choice.setting) or choice.setting for choice in choices))
-    yield f"{asked.spec.name} ({asked.source}) was asked for by {by} and cannot serve {roles}:"
-    reasons: dict[str, list[RoleChoice]] = {}
-    for choice in choices:
-        for refusal in choice.candidates[0].refusals:
-            reasons.setdefault(refusal.format(render), []).append(choice)
-    for reason, concerned in reasons.items():
-        yield f"  - {reason}" if len(concerned) == len(choices) else f"  - for {concerned[0].role}: {reason}"
-    usable = [{c.backend.spec.name: None for c in choice.candidates if not c.refusals} for choice in choices]
-    names = ", ".join(name for name in usable[0] if all(name in others for others in usable))
-    yield f"usable instead: {names or 'none'}; 'attnplug explain' gives every reason against every other backend"
 
 
 def explanation(selection: Selection, render: Render = str) -> Iterator[str]:
@@ -248,7 +240,11 @@ def _role_lines(choice: RoleChoice, problem: Problem, render: Render) -> Iterato
     if choice.schedule is not None:
         for requests, tokens in _SHOWN_BATCHES[choice.role]:
             size = f"{requests} × {tokens} new tokens" if tokens > 1 else f"{requests} request{'s' * (requests > 1)}"
-            yield f"  {size}: {_by_batch(choice.schedule, choice.role, problem, requests, tokens)}"
+            fastest = choice.schedule.describe(requests, tokens)
+            if problem.wants_graphs and not problem.graphs_by_length and choice.role is Role.DECODE and problem.model:
+                captured = choice.schedule.overall(requests, tokens, problem.model.context_length)  # for all lengths
+                fastest = captured if captured == fastest else f"{captured} in a graph; without, {fastest}"
+            yield f"  {size}: {fastest}"
     if (
         choice.chosen is None
         and choice.role is Role.LINEAR
@@ -267,15 +263,6 @@ def _role_lines(choice: RoleChoice, problem: Problem, render: Render) -> Iterato
     if unrelated:
         names = ", ".join(candidate.backend.spec.name for candidate in unrelated)
         yield f"  for another role or kind of attention: {names}"
-
-
-def _by_batch(schedule: BackendSchedule, role: Role, problem: Problem, requests: int, tokens: int) -> str:
-    """Fastest backends for batches of one size, and the backend of its graph if one graph serves all lengths."""
-    by_length = schedule.describe(requests, tokens)
-    if problem.graphs_by_length or not problem.wants_graphs or role is not Role.DECODE or problem.model is None:
-        return by_length
-    captured = schedule.overall(requests, tokens, problem.model.context_length)
-    return captured if captured == by_length else f"{captured} in a graph; without, {by_length}"
 
 
 def unrelated_candidates(choice: RoleChoice) -> list[Candidate]:

@@ -17,16 +17,15 @@ from torch import Tensor
 from attnplug.author.attention import PlannedAttention
 from attnplug.author.served_layers import NewRows, check_lse, output_width
 from attnplug.contract.backend import ForwardExtras
+from attnplug.contract.batch import Plan
 from attnplug.contract.context import BackendContext
 from attnplug.contract.geometry import Geometry
-from attnplug.contract.plan import Plan
-from attnplug.contract.ragged import RaggedCall
+from attnplug.contract.inputs import RaggedCall
 from attnplug.declare.errors import PoolError
 from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import DType
 from attnplug.machine.hardware import IS_ARM
-from attnplug.torch_native.attention import Softmax, attend, decode
-from attnplug.torch_native.fixed_tiles import RowTiles, attend_tiles
+from attnplug.torch_native.attention import RowTiles, Softmax, attend, attend_tiles, decode
 from attnplug.torch_native.planner import Extent, Group, padding_bias, plan_groups
 
 # All pages between the batch's first and last one are computed, and results of foreign pages are dropped. A gather is
@@ -142,7 +141,8 @@ class TorchNativeBackend(PlannedAttention):
         return Plan.of(self.backend_id, geometry, GroupedPlan(groups, pages), new_slots)
 
     def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
-        if isinstance(work := plan.metadata, RowTiles):
+        work: RowTiles | GroupedPlan = plan.metadata
+        if isinstance(work, RowTiles):
             read, softmax = partial(self._read_slots, layer), Softmax.of(layer)
             tiled, lses = attend_tiles(q, work, read, softmax, extras.sinks, output_width(layer))
             if extras.lse is not None:
@@ -150,8 +150,9 @@ class TorchNativeBackend(PlannedAttention):
             return tiled.to(q.dtype)
         groups, lse = work.groups, extras.lse
         if self._in_place and lse is None and q.dtype is torch.float32 and layer.layer_id in self._plain:
-            if work.pages is not None:
-                return self._attend_in_place(q, layer, work.pages)
+            if work.pages is not None and self._mha is not None:
+                pages = self._mha.keys(layer.layer_id), self._mha.values(layer.layer_id)
+                return work.pages.attend(q, *pages, *self._mha.read(layer.layer_id, work.pages.tails), layer.scale)
             first = groups[0]
             if first.rows is None and first.extent.shared_mask:  # the one group of a decode
                 return decode(q, *self._read(layer, first), first.extent.bias, layer.scale)
@@ -210,12 +211,6 @@ class TorchNativeBackend(PlannedAttention):
             query, row = query + queries, row + rows
         return out
 
-    def _attend_in_place(self, q: Tensor, layer: LayerSpec, pages: PagesInPlace) -> Tensor:
-        pool, layer_id = self._mha, layer.layer_id
-        assert pool is not None
-        last_k, last_v = pool.read_keys(layer_id, pages.tails), pool.read_values(layer_id, pages.tails)
-        return pages.attend(q, pool.keys(layer_id), pool.values(layer_id), last_k, last_v, layer.scale)
-
     def _read(self, layer: LayerSpec, group: Group) -> tuple[Tensor, Tensor]:
         """Read keys ``[requests, keys, kv_heads, dim]`` and values of a group's requests."""
         if layer.mla is not None or self._mha is None:
@@ -225,12 +220,6 @@ class TorchNativeBackend(PlannedAttention):
             if layouts[0].tokens_evenly_spaced and layouts[1].tokens_evenly_spaced:
                 keys, values = self._mha.keys(layer.layer_id), self._mha.values(layer.layer_id)
                 return keys.flatten(0, 1)[None, group.run], values.flatten(0, 1)[None, group.run]
-        blocks = group.blocks
-        read = None if blocks is None else self._mha.read_blocks(layer.layer_id, blocks.numbers, blocks.blank)
-        if read is not None:
-            keys, values = read
-            count = group.extent.keys
-            return (keys, values) if keys.shape[1] == count else (keys[:, :count], values[:, :count])
         return self._read_slots(layer, group.slots)
 
     def _read_slots(self, layer: LayerSpec, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -242,4 +231,4 @@ class TorchNativeBackend(PlannedAttention):
             return rows, rows[..., : layer.mla.kv_lora_rank]
         if self._mha is None:
             raise PoolError(f"layer {layer.layer_id} is {layer.kind}, but {self.backend_id.name} has no MHA pool")
-        return self._mha.read_keys(layer.layer_id, slots), self._mha.read_values(layer.layer_id, slots)
+        return self._mha.read(layer.layer_id, slots)

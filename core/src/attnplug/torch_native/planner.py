@@ -10,9 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnplug.contract.geometry import Geometry
-from attnplug.contract.mode import ForwardMode
-from attnplug.kv.buffer import BLOCK
+from attnplug.contract.geometry import ForwardMode, Geometry
 from attnplug.machine.hardware import IS_ARM
 from attnplug.machine.runtime import to_device
 
@@ -65,47 +63,18 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Blocks:
-    """Cache rows of a decode group as blocks of ``BLOCK`` rows, which are copied faster than single rows.
-
-    ``numbers`` ``[requests, blocks]``. The end of a request's last block may be unused: ``blank`` are the indices of
-    such rows, within the rows of all blocks, that must be cleared because a mask would not hide a NaN in them.
-    """
-
-    numbers: Tensor
-    blank: Tensor | None
-
-    @classmethod
-    def of(cls, slots: np.ndarray, lens: list[int]) -> Blocks | None:
-        """Convert ``slots`` ``[requests, keys]`` in pages of whole blocks; ``None`` if a request fills no block."""
-        if min(lens) < BLOCK:
-            return None
-        ends, keys = np.array(lens)[:, None], slots.shape[1]
-        numbers, positions = slots[:, ::BLOCK] // BLOCK, np.arange(0, keys, BLOCK)
-        if min(lens) == keys:
-            return cls(torch.from_numpy(numbers), None)
-        numbers = np.where(positions < ends, numbers, numbers[:, :1])  # beyond the end, repeat a full block
-        rest = ends + np.arange(BLOCK - 1)  # rows between each end and the next block
-        blank = (rest < -(-ends // BLOCK) * BLOCK).nonzero()
-        places = blank[0] * numbers.shape[1] * BLOCK + rest[blank]
-        return cls(torch.from_numpy(numbers), torch.from_numpy(places) if len(places) else None)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Group:
     """Requests with equally many new tokens that run as one operation.
 
     ``rows`` ``[requests * queries]`` are the indices of their rows in q (a slice if contiguous; ``None``: all planned
     rows, in order). ``slots`` ``[requests, keys]`` are the slots of their cache rows. ``run`` is the same as a slice,
-    for one decoding request on a CPU with contiguous slots, which is read without a copy. ``blocks`` are the same as
-    blocks, for several requests whose pages consist of blocks.
+    for one decoding request on a CPU with contiguous slots, which is read without a copy.
     """
 
     rows: Tensor | slice | None
     slots: Tensor
     extent: Extent
     run: slice | None = None
-    blocks: Blocks | None = None
 
     def within(self, window: int | None) -> Group:
         """Return this group without keys that are outside of every query's window. They are neither read nor scored."""
@@ -130,7 +99,26 @@ def plan_groups(geometry: Geometry) -> tuple[Tensor, tuple[Group, ...]]:
 
     Requests are grouped by query length, then by similar KV length.
     """
-    members = _memberships(geometry)
+    kv_lens, by_queries = geometry.kv_lens, {}
+    if geometry.new_lens is None and geometry.rows:  # as in every decode step
+        by_queries[geometry.max_new] = list(range(geometry.requests))
+    else:
+        for request, queries in enumerate(geometry.query_lens):
+            if queries:
+                by_queries.setdefault(queries, []).append(request)
+    members: list[list[int]] = []  # requests of each group; those that fit into one keep the batch's order
+    for requests in by_queries.values():
+        lens = [kv_lens[request] for request in requests]
+        if len(lens) * max(lens) <= min(2 * sum(lens), _LARGEST_READ):
+            members.append(requests)
+            continue
+        first = len(members)  # longest first; one that would pad more than half of a large read starts a new group
+        for request in sorted(requests, key=lambda request: -kv_lens[request]):
+            longest = kv_lens[members[-1][0]] if len(members) > first else 0
+            wasteful = longest > _SMALL_READ and 2 * kv_lens[request] < longest
+            if not longest or wasteful or longest * (len(members[-1]) + 1) > _LARGEST_READ:
+                members.append([])
+            members[-1].append(request)
     cached = geometry.max_new == 1 and geometry.page_table.is_cpu
     whole = len(members) == 1 and members[0] == sorted(members[0])
     first_rows = None if whole else list(accumulate(geometry.query_lens, initial=0))
@@ -142,37 +130,6 @@ def plan_groups(geometry: Geometry) -> tuple[Tensor, tuple[Group, ...]]:
         # A decoding request's new row is its last one, and its slots end with that row, padded or not.
         return slots.select(1, -1), groups
     return geometry.new_slots(), groups
-
-
-def _memberships(geometry: Geometry) -> list[list[int]]:
-    """Return the request indices of each group. Requests that fit into one group keep the batch's order."""
-    kv_lens, by_queries = geometry.kv_lens, {}
-    if geometry.new_lens is None and geometry.rows:  # as in every decode step
-        by_queries[geometry.max_new] = list(range(geometry.requests))
-    else:
-        for request, queries in enumerate(geometry.query_lens):
-            if queries:
-                by_queries.setdefault(queries, []).append(request)
-    groups: list[list[int]] = []
-    for requests in by_queries.values():
-        lens = [kv_lens[request] for request in requests]
-        if len(lens) * max(lens) <= min(2 * sum(lens), _LARGEST_READ):
-            groups.append(requests)
-        else:
-            groups += _by_length(requests, kv_lens)
-    return groups
-
-
-def _by_length(requests: list[int], kv_lens: Sequence[int]) -> list[list[int]]:
-    """Group requests, longest first. One that would pad more than half of a large read starts a new group."""
-    groups: list[list[int]] = []
-    for request in sorted(requests, key=lambda request: -kv_lens[request]):
-        longest = kv_lens[groups[-1][0]] if groups else 0
-        wasteful = longest > _SMALL_READ and 2 * kv_lens[request] < longest
-        if not groups or wasteful or longest * (len(groups[-1]) + 1) > _LARGEST_READ:
-            groups.append([])
-        groups[-1].append(request)
-    return groups
 
 
 def _group(geometry: Geometry, requests: list[int], slots: Tensor, first_rows: list[int] | None) -> tuple[Group, ...]:
@@ -202,30 +159,19 @@ def _cached_reads(
     parts = [slice(*ends) for ends in pairwise([*starts, len(lens)])]
     groups = []
     for part in parts:
-        extent = _decode_extent(lens[part])
+        offsets = np.array(lens[part]) - 1
+        smallest, largest = int(offsets.min()), int(offsets.max())
+        bias = None if smallest == largest else padding_bias(offsets, largest + 1)
+        extent = Extent(torch.from_numpy(offsets), 1, largest + 1, smallest, largest, bias)
         rows: Tensor | slice | None = None if len(parts) == 1 else part
         if first_rows is not None:
             rows = torch.tensor([first_rows[request] for request in requests[part]])
         own = slots[part, : extent.keys].contiguous()
-        run = _run(own)
-        blocks = None if run is not None or geometry.page_size % BLOCK else Blocks.of(own.numpy(), lens[part])
-        groups.append(Group(rows, own, extent, run, blocks))
+        places, run = own[0].numpy(), None
+        if own.shape[0] == 1 and places[0] >= 0 and (np.diff(places) == 1).all():
+            run = slice(int(places[0]), int(places[0]) + len(places))
+        groups.append(Group(rows, own, extent, run))
     return tuple(groups)
-
-
-def _run(slots: Tensor) -> slice | None:
-    """Return the slots ``[1, keys]`` of one request as a slice if they are contiguous."""
-    if slots.shape[0] != 1:
-        return None
-    places = slots[0].numpy()
-    first = int(places[0])
-    return slice(first, first + len(places)) if first >= 0 and (np.diff(places) == 1).all() else None
-
-
-def _decode_extent(lens: list[int]) -> Extent:
-    offsets, smallest, largest = np.array(lens) - 1, min(lens) - 1, max(lens) - 1
-    bias = None if smallest == largest else padding_bias(offsets, largest + 1)
-    return Extent(torch.from_numpy(offsets), 1, largest + 1, smallest, largest, bias)
 
 
 def padding_bias(last: np.ndarray, keys: int) -> Tensor:

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 
 from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.device import DeviceSpec
-from attnplug.declare.kv_format import BUILT_IN, KVFormat
+from attnplug.declare.kv_format import BUILT_IN, SCRATCH, KVFormat, WorkspaceKind
 from attnplug.declare.model import AttentionKind, Feature
 from attnplug.declare.problem import INVARIANCE, CacheLayout, DType, ExtendPath, Role
 from attnplug.declare.spec import BackendSpec
-from attnplug.declare.workspace_kind import SCRATCH, WorkspaceKind
-from attnplug.hf.tiny import TINY_CONFIGS
+from attnplug.hf.config_keys import TINY_CONFIGS
 from attnplug.machine.hardware import CPU, CUDA
-from attnplug.registry.plugin_hooks import hookimpl
+from attnplug.registry.loading import hookimpl
 
 
 @hookimpl

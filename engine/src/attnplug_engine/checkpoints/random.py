@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from attnplug.host import ModelConfigError
-from attnplug.registry.models import tiny_config
+from attnplug.registry.registry import tiny_config
 from attnplug_engine.checkpoints.safetensors import FLOATS, SINGLE_FILE, StoredTensor, checkpoint_config
 from attnplug_engine.checkpoints.tensor_names import text_config
 

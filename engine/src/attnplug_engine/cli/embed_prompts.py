@@ -11,7 +11,7 @@ from rich.console import Console
 
 from attnplug import PoolError
 from attnplug.cli import output
-from attnplug.declare.settings import Render
+from attnplug.declare.errors import Render
 from attnplug_engine.checkpoints.pooling import MODULES_FILE
 from attnplug_engine.cli.output import progress_bar
 from attnplug_engine.cli.prompts import PromptLine

@@ -12,7 +12,7 @@ from attnplug import PoolError
 from attnplug.auto.table_store import cache_folders
 from attnplug.cli import output
 from attnplug.cli.output import warn_of_plugins
-from attnplug.declare.settings import Render
+from attnplug.declare.errors import Render
 from attnplug.host import ForwardingBackend, load_registry
 from attnplug.machine import interrupt
 from attnplug.machine.runtime import open_device, runtime_of

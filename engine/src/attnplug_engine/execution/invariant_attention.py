@@ -8,7 +8,7 @@ from typing import Any
 
 from attnplug.contract.backend import AttentionBackend
 from attnplug.host import ExtendPolicy, ModelAttention
-from attnplug.kv.caches import KVPools
+from attnplug.kv.pools import KVPools
 from attnplug_engine.kernels.invariant import suspended
 
 

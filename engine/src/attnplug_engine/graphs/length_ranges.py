@@ -9,7 +9,7 @@ from typing import NamedTuple
 from attnplug import AttentionBackend, ForwardMode
 from attnplug.auto.fastest import FastestBackend
 from attnplug.host import ForwardingBackend
-from attnplug.wrappers.split import SplitBackend
+from attnplug.wrappers.forwarding import SplitBackend
 
 EVERY_LENGTH = sys.maxsize
 """``max_length`` of the last :class:`LengthRange`."""

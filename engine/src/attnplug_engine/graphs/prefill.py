@@ -18,7 +18,7 @@ from torch import Tensor
 from attnplug import AttentionBackend, ForwardBatch, ForwardMode, Geometry, GraphLevel, ModelSpec
 from attnplug.host import ForwardingBackend, ModelAttention
 from attnplug.machine.runtime import runtime_of
-from attnplug.wrappers.split import HybridLinearBackend
+from attnplug.wrappers.forwarding import HybridLinearBackend
 from attnplug_engine.execution.extend_times import ExtendTimes
 from attnplug_engine.execution.in_flight import fill_pending_tokens
 from attnplug_engine.execution.sampler import Sampler, sample

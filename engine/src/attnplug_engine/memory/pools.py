@@ -10,7 +10,7 @@ import torch
 from attnplug import AttentionKind, DType, KVFormat, LayerSpec, MHAPool, MLAPool, ModelSpec, PoolError
 from attnplug.host import KVPools, installed_format
 from attnplug.kernels import CacheKey
-from attnplug.kv.caches import KeyedCache
+from attnplug.kv.pools import KeyedCache
 from attnplug.linear import LinearStatePool
 from attnplug_engine.memory.capacity import Capacity, HotBytes, bytes_per_page, bytes_per_state, hot_layers, own_dtype
 from attnplug_sparse.hisparse import HOST_ENTRIES, HOST_ROWS, HOT_ENTRIES, HiSparse, HostRows, HotPool

@@ -15,7 +15,7 @@ from attnplug.hf.config_keys import Config, show
 from attnplug.hf.model_config import UNSUPPORTED, text_model_config
 from attnplug.host import ModelConfigError
 from attnplug.host import load_model as read_layers
-from attnplug.registry.models import tiny_config
+from attnplug.registry.registry import tiny_config
 from attnplug_engine.checkpoints.random import TINY, RandomCheckpoint
 from attnplug_engine.checkpoints.safetensors import (
     Checkpoint,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from attnplug.cli.app import make_parser
-from attnplug_conformance.completion import SHELLS, read_commands
+from attnplug.cli.completion import SHELLS, read_commands
 from attnplug_testing.command import Attnplug
 
 pytestmark = pytest.mark.usefixtures("plain_environment")

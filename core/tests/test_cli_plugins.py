@@ -12,8 +12,8 @@ pytestmark = pytest.mark.usefixtures("plain_environment")
 @pytest.fixture(autouse=True)
 def no_commands_or_hosts_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine and bridges may be installed beside core."""
-    monkeypatch.setattr("attnplug_conformance.plugins.command_claims", lambda: ({}, []))
-    monkeypatch.setattr("attnplug_conformance.plugins._hosts", lambda: [])
+    monkeypatch.setattr("attnplug.cli.plugins.command_claims", lambda: ({}, []))
+    monkeypatch.setattr("attnplug.cli.plugins._hosts", lambda: [])
 
 
 def test_core_alone_lists_what_it_provides(attnplug: Attnplug) -> None:

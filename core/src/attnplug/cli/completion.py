@@ -6,18 +6,21 @@ Scripts are generated from the argument parser. They look up the installed backe
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from attnplug.cli import output
 from attnplug.cli.app import make_parser
 from attnplug.declare.problem import DType, GraphLevel
 from attnplug.registry.registry import load_registry
 
+_REGISTRY = load_registry()
 _VALUES = {
-    "DEVICE": " ".join(load_registry().devices),
+    "DEVICE": " ".join(_REGISTRY.devices),
     "DTYPE": " ".join(DType),
+    "FORMAT": " ".join(_REGISTRY.kv_formats),  # those of the time when the script is made
     "LEVEL": " ".join(level.name.lower() for level in GraphLevel),
     "NAME|auto": "auto $(attnplug backends --names 2>/dev/null)",
 }
@@ -34,13 +37,10 @@ class Option:
 
     @property
     def words(self) -> str | None:
-        if self.value == "FORMAT":  # those of the time when the script is made
-            return " ".join(load_registry().kv_formats)
         return None if self.value is None else _VALUES.get(self.value)
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
+class Command(NamedTuple):
     name: str
     help: str
     options: tuple[Option, ...]
@@ -58,19 +58,17 @@ def read_commands(parser: argparse.ArgumentParser) -> list[Command]:
     """Return every command of a parser."""
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     texts = {action.dest: action.help or "" for action in commands._choices_actions}
-    return [Command(name, texts.get(name, ""), *_read(own)) for name, own in commands.choices.items()]
-
-
-def _read(parser: argparse.ArgumentParser) -> tuple[tuple[Option, ...], tuple[str, ...]]:
-    options: list[Option] = []
-    words: list[str] = []
-    for action in parser._actions:
-        if not action.option_strings:
-            words += map(str, action.choices or ())
-            continue
-        value = None if action.nargs == 0 else str(action.metavar or action.dest)
-        options.append(Option(action.option_strings[-1], (action.help or "").partition(" (")[0], value))
-    return tuple(options), tuple(words)
+    found = []
+    for name, own in commands.choices.items():
+        options, words = list[Option](), list[str]()
+        for action in own._actions:
+            value = None if action.nargs == 0 else str(action.metavar or action.dest)
+            if action.option_strings:
+                options.append(Option(action.option_strings[-1], (action.help or "").partition(" (")[0], value))
+            else:
+                words += map(str, action.choices or ())
+        found.append(Command(name, texts.get(name, ""), tuple(options), tuple(words)))
+    return found
 
 
 def _filled(shell: str, **parts: str) -> str:
@@ -82,9 +80,13 @@ def _filled(shell: str, **parts: str) -> str:
 
 
 def bash(commands: list[Command]) -> str:
+    found: dict[str | None, list[str]] = {}  # options that take a value, by its completions
+    for option in (option for command in commands for option in command.options if option.value is not None):
+        if option.name not in found.setdefault(option.words, []):
+            found[option.words].append(option.name)
     values = (
         f"        {' | '.join(names)}) " + ("return ;;" if words is None else f'words="{words}" ;;')
-        for words, names in _by_words(commands).items()
+        for words, names in found.items()
     )
     own = (
         f'            {command.name}) words="{" ".join([*command.words, *(o.name for o in command.options)])}" ;;'
@@ -92,16 +94,6 @@ def bash(commands: list[Command]) -> str:
     )
     names = " ".join(command.name for command in commands)
     return _filled("bash", VALUES="\n".join(values), COMMANDS="\n".join(own), NAMES=names)
-
-
-def _by_words(commands: list[Command]) -> Mapping[str | None, list[str]]:
-    """Return options that take a value, grouped by its completions."""
-    found: dict[str | None, list[str]] = {}
-    for command in commands:
-        for option in command.options:
-            if option.value is not None and option.name not in found.setdefault(option.words, []):
-                found[option.words].append(option.name)
-    return found
 
 
 def zsh(commands: list[Command]) -> str:

@@ -17,8 +17,9 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -26,10 +27,10 @@ from typing import Any, TextIO
 
 import importlib_metadata as metadata
 
-from attnplug.auto.measurement import MeasuredTable
 from attnplug.auto.table_store import (
     CACHE_VARIABLE,
     TABLES_VARIABLE,
+    MeasuredTable,
     Plugins,
     cache_folder,
     cache_folders,
@@ -41,18 +42,20 @@ from attnplug.cli.backends import listing
 from attnplug.declare.device import Processor
 from attnplug.declare.errors import describe_error
 from attnplug.declare.installed import installed_version
-from attnplug.declare.registered import Source
+from attnplug.declare.spec import Source
 from attnplug.declare.version import CONTRACT_VERSION
 from attnplug.registry.loading import GROUP, canonical_name, find_entry_points
-from attnplug.registry.registry import ALLOW_VARIABLE, STRICT_VARIABLE, Registry, load_registry
+from attnplug.registry.registry import ALLOW_VARIABLE, STRICT_VARIABLE, load_registry
 
 Findings = dict[str, Any]
 TIMEOUT_SECONDS = 120.0
 _FOR_TESTS = {"test", "tests", "dev"}
 """Extras that no backend needs at run time."""
 
-_OWN_VARIABLES = (ALLOW_VARIABLE, STRICT_VARIABLE, CACHE_VARIABLE, TABLES_VARIABLE)
-_VARIABLES = (*_OWN_VARIABLES, "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "TRITON_CACHE_DIR", "HF_HOME")
+_VARIABLES = (
+    *(ALLOW_VARIABLE, STRICT_VARIABLE, CACHE_VARIABLE, TABLES_VARIABLE),
+    *("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "TRITON_CACHE_DIR", "HF_HOME"),
+)
 _FILES_COUNTED = 10_000  # of a cache folder, in about 50 ms
 _THREADS = 10  # one per section, and those of the shared probes: plugins and torch
 
@@ -76,49 +79,38 @@ class Probes:
 
         ``stdin`` is called once the process runs. Its result is written to the standard input as JSON.
         """
+        script = (  # what the code prints goes to standard error
+            "import json, os\nout = os.dup(1)\nos.dup2(2, 1)\ntry:\n    scope = {}\n"
+            f"    exec({code!r}, scope)\n    answer = scope['answer']\n"
+            "except BaseException as error:\n    answer = {'failed': f'{type(error).__name__}: {error}'}\n"
+            "os.write(out, json.dumps(answer).encode())\nos._exit(0)"
+        )
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command, pipe = [sys.executable, "-c", script], subprocess.PIPE
         with self._lock:
             self._started += 1
         with self._slots:
+            with self._lock:
+                if self._stopped:
+                    return {"failed": "interrupted"}
+                process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment)
+                self._running[name] = process
+                self._show()
             try:
-                return self._run(name, code, stdin)
+                out, _ = process.communicate(json.dumps(stdin()).encode(), timeout=TIMEOUT_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+                return {"failed": f"no answer within {TIMEOUT_SECONDS:g} s"}
             finally:
                 with self._lock:
                     self._running.pop(name, None)
                     self._finished += 1
                     self._show()
-
-    def _run(self, name: str, code: str, stdin: Callable[[], object]) -> Findings:
-        mark = f"attnplug-{os.urandom(8).hex()}"  # distinguishes the answer from output of the code
-        script = (
-            "import json, os\ntry:\n    scope = {}\n"
-            f"    exec({code!r}, scope)\n    answer = scope['answer']\n"
-            "except BaseException as error:\n    answer = {'failed': f'{type(error).__name__}: {error}'}\n"
-            f"os.write(1, ('\\n{mark}' + json.dumps(answer) + '\\n').encode())\nos._exit(0)"
-        )
-        with self._lock:
-            if self._stopped:
-                return {"failed": "interrupted"}
-            process = self._running[name] = subprocess.Popen(
-                [sys.executable, "-c", script],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
-            self._show()
-        try:
-            out, _ = process.communicate(json.dumps(stdin()).encode(), timeout=TIMEOUT_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            return {"failed": f"no answer within {TIMEOUT_SECONDS:g} s"}
-        for line in reversed(out.decode(errors="replace").splitlines()):
-            if line.startswith(mark):
-                answer: Findings = json.loads(line.removeprefix(mark))
-                return answer
         status = process.returncode
         ended = f"killed by signal {-status}" if status < 0 else f"exit code {status}"
-        return {"failed": f"the process ended during the import ({ended})"}
+        answer: Findings = {"failed": f"the process ended during the import ({ended})"}
+        return json.loads(out) if out else answer
 
     def stop(self) -> None:
         """Kill running probes and start no more."""
@@ -152,7 +144,12 @@ def run(parsed: argparse.Namespace) -> int:
         plugins = pool.submit(_probe_plugins, probes)
         torch = pool.submit(_probe_torch, probes, lambda: plugins.result().get("factories", {}))
         sections: dict[str, Callable[[], Findings]] = {
-            "environment": _environment,
+            "environment": lambda: {
+                "python": f"{platform.python_version()} ({sys.executable})",
+                "platform": platform.platform(),
+                "cores": str(os.cpu_count()),
+                "attnplug": f"{metadata.version('attnplug')}, contract {CONTRACT_VERSION}",
+            },
             "torch": partial(_torch, probes, torch),
             "devices": partial(_probed, plugins, "devices"),
             "kernel libraries": partial(_kernel_libraries, probes, plugins),
@@ -167,19 +164,15 @@ def run(parsed: argparse.Namespace) -> int:
                 output.write_json({title: future.result() for title, future in found.items()})
             else:
                 for title, future in found.items():
-                    probes.print(_section(title, future.result()))
+                    findings = future.result()
+                    width = max(map(len, findings), default=0)
+                    indented = {name: text.replace("\n", "\n" + " " * (width + 4)) for name, text in findings.items()}
+                    lines = [f"  {name.ljust(width)}  {text}" for name, text in indented.items()] or ["  none"]
+                    probes.print("\n".join([title, *lines]))
         except BaseException:  # an interrupt, or output that cannot be written
             probes.stop()
             raise
     return 0
-
-
-def _section(title: str, findings: Findings) -> str:
-    width = max(map(len, findings), default=0)
-    lines = [
-        f"  {name.ljust(width)}  " + text.replace("\n", "\n" + " " * (width + 4)) for name, text in findings.items()
-    ]
-    return "\n".join([title, *(lines or ["  none"])])
 
 
 def _guarded(probe: Callable[[], Findings], failed: str = "probe failed") -> Findings:
@@ -187,15 +180,6 @@ def _guarded(probe: Callable[[], Findings], failed: str = "probe failed") -> Fin
         return probe()
     except BaseException as error:
         return {failed: describe_error(error)}
-
-
-def _environment() -> Findings:
-    return {
-        "python": f"{platform.python_version()} ({sys.executable})",
-        "platform": platform.platform(),
-        "cores": str(os.cpu_count()),
-        "attnplug": f"{metadata.version('attnplug')}, contract {CONTRACT_VERSION}",
-    }
 
 
 def _probe_torch(probes: Probes, factories: Callable[[], Mapping[str, str]], name: str = "torch") -> Findings:
@@ -231,11 +215,24 @@ def _torch(probes: Probes, probed: Future[Findings]) -> Findings:
 
 def _kernel_libraries(probes: Probes, plugins: Future[Findings]) -> Findings:
     """Return the state of each library. Those that no usable backend requires are not imported, which saves seconds."""
-    libraries, modules, usable = _required_libraries(), _modules(), plugins.result().get("usable")
+    libraries, usable = _required_libraries(), plugins.result().get("usable")  # None: plugins could not be listed
+    modules: dict[str, list[str]] = {}
+    with suppress(Exception):  # damaged metadata
+        for module, distributions in metadata.packages_distributions().items():
+            if module.isidentifier() and not module.startswith("_"):
+                for distribution in set(distributions):
+                    modules.setdefault(canonical_name(distribution), []).append(module)
 
     def state(name: str) -> str:
-        needed = usable is None or not libraries[name].isdisjoint(usable)  # None: the plugins could not be listed
-        return _library(probes, name, modules.get(canonical_name(name), []) if needed else None)
+        version = installed_version(name)
+        if version is None:
+            return "not installed"
+        if usable is not None and libraries[name].isdisjoint(usable):
+            return f"{version}; not imported, because no backend that requires it is usable here"
+        public = sorted(modules.get(canonical_name(name), ()))
+        code = f"import {', '.join(public)}; answer = {{}}" if public else "answer = {}"
+        failure = probes.run(name, code).get("failed")
+        return version if failure is None else f"{version}; import failed: {failure}"
 
     with ThreadPoolExecutor(max_workers=len(libraries) or 1) as pool:
         return dict(zip(libraries, pool.map(state, libraries), strict=True))
@@ -257,32 +254,6 @@ def _required_libraries() -> dict[str, set[str]]:
             if canonical_name(requirement.name) not in own and _FOR_TESTS.isdisjoint(extras):
                 found.setdefault(requirement.name, set()).add(Source.of(point).distribution)
     return {name: found[name] for name in sorted(found) if not canonical_name(name).startswith("attnplug")}
-
-
-def _modules() -> Mapping[str, list[str]]:
-    """Return the top-level modules of each distribution; empty if metadata is damaged."""
-    found: dict[str, list[str]] = {}
-    try:
-        owners = metadata.packages_distributions()
-    except Exception:
-        return found
-    for module, distributions in owners.items():
-        for distribution in set(distributions):
-            found.setdefault(canonical_name(distribution), []).append(module)
-    return found
-
-
-def _library(probes: Probes, name: str, modules: Sequence[str] | None) -> str:
-    """Return the state of a library. ``modules`` are imported; None if no usable backend requires it."""
-    version = installed_version(name)
-    if version is None:
-        return "not installed"
-    if modules is None:
-        return f"{version}; not imported, because no backend that requires it is usable here"
-    public = sorted(module for module in modules if module.isidentifier() and not module.startswith("_"))
-    code = f"import {', '.join(public)}; answer = {{}}" if public else "answer = {}"
-    failure = probes.run(name, code).get("failed")
-    return version if failure is None else f"{version}; import failed: {failure}"
 
 
 def _probe_plugins(probes: Probes) -> Findings:
@@ -317,31 +288,30 @@ def plugin_answer() -> Findings:
     for name, text in texts:
         findings[name] = f"{findings[name]}\n{text}" if name in findings else text
     usable = [row for row in rows if row.status == "usable"]
+
+    def table_states() -> Findings:
+        """Return the state of each file of measured tables for this machine, and of each plugin's tables."""
+        here = [found[0] for device in registry.devices if (found := registry.processors(device))]
+        states = dict(state for processor in here for state in file_states(registry, processor).items())
+        return states or {"of this user": f"none in {cache_folder()}; 'attnplug tune' measures"}
+
     return {
         "findings": findings,
         "factories": {row.name: registry.backends[row.name].spec.factory for row in usable},
         "usable": [row.source.distribution for row in usable],
-        "devices": _guarded(partial(_devices, registry)),
-        "tables": _guarded(partial(_table_states, registry)),
+        "devices": _guarded(
+            lambda: {
+                name: "\n".join(map(str, registry.processors(name))) or f"none ({device.source})"
+                for name, device in registry.devices.items()
+            }
+        ),
+        "tables": _guarded(table_states),
     }
-
-
-def _devices(registry: Registry) -> Findings:
-    """Return this machine's devices of every installed type."""
-    found = {name: "\n".join(map(str, registry.processors(name))) for name in registry.devices}
-    return {name: text or f"none ({registry.devices[name].source})" for name, text in found.items()}
 
 
 def _probed(probed: Future[Findings], part: str) -> Findings:
     answer = probed.result()
     return answer if "failed" in answer else answer[part]
-
-
-def _table_states(registry: Registry) -> Findings:
-    """Return the state of each file of measured tables for this machine, and of each plugin's tables."""
-    processors = [found[0] for device in registry.devices if (found := registry.processors(device))]
-    states = [f for processor in processors for f in file_states(registry, processor).items()]
-    return dict(states) or {"of this user": f"none in {cache_folder()}; 'attnplug tune' measures"}
 
 
 def _folder_state(folder: Path) -> str:
@@ -364,18 +334,13 @@ def file_states(plugins: Plugins, processor: Processor) -> Mapping[str, str]:
     states: dict[str, list[MeasuredTable]] = {each.path: [] for each in table_files(plugins.table_folders, processor)}
     for found in tables.found:
         states.setdefault(found.origin.path, []).append(found.table)
-    return {
-        path: "\n".join([*_used(used), *(fault for fault in tables.faults if fault.startswith(path))])
-        for path, used in states.items()
-    }
-
-
-def _used(tables: Sequence[MeasuredTable]) -> Iterator[str]:
-    times = [table.backend for table in tables if not table.failed]
-    if times:
-        yield f"used: {len(times)} table{'s' * (len(times) != 1)} of {', '.join(sorted(set(times)))}"
-    for table in tables:
-        if table.failed:
-            yield f"not taken by auto: {table.backend} for {table.role} of {table.shape}, which failed {table.failed}"
-    if not tables:
-        yield "nothing of it is used"
+    texts = {}
+    for path, used in states.items():
+        times = [table.backend for table in used if not table.failed]
+        lines = [] if used else ["nothing of it is used"]
+        if times:
+            lines.append(f"used: {len(times)} table{'s' * (len(times) != 1)} of {', '.join(sorted(set(times)))}")
+        failed = [table for table in used if table.failed]
+        lines += [f"not taken by auto: {t.backend} for {t.role} of {t.shape}, which failed {t.failed}" for t in failed]
+        texts[path] = "\n".join([*lines, *(fault for fault in tables.faults if fault.startswith(path))])
+    return texts

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from attnplug.cli import output
 from attnplug.cli.app import command_claims, command_conflict
 from attnplug.cli.backends import listing
-from attnplug.cli.output import table, warn_of_plugins
-from attnplug.declare.registered import Source
-from attnplug.hf.tiny import TINY
+from attnplug.declare.spec import Source
+from attnplug.hf.config_keys import TINY
 from attnplug.registry.hosts import GROUP
 from attnplug.registry.loading import find_entry_points
 from attnplug.registry.registry import Registry, load_registry
@@ -20,8 +19,7 @@ from attnplug.registry.registry import Registry, load_registry
 _KINDS = dict.fromkeys(("broken", "blocked"), "plugin")  # their backends are unknown
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """One item of an installed package: a backend, a command, a host, another hook's item, or a broken plugin."""
 
     source: Source
@@ -37,25 +35,24 @@ def run(parsed: argparse.Namespace) -> int:
         Item(row.source, _KINDS.get(row.status, "backend"), row.name, row.status, row.text)
         for row in listing(registry, every=True)
     ]
-    items += [*_commands(), *_hosts(), *_other(registry)]
-    items.sort(key=lambda item: (not item.source.embedded, str(item.source), item.kind, item.name))
-    if parsed.json:
-        output.write_json({"installed": _by_package(items)})
-    else:
-        cells = [(str(item.source), f"{item.kind} {item.name}", item.text) for item in items]
-        print(table(("installed", "brings", "status"), cells))
-    warn_of_plugins(registry, broken=False)
-    return 0
-
-
-def _commands() -> Iterator[Item]:
-    """Yield commands from metadata. None is loaded, so one that fails to load is not listed as broken."""
-    found, _ = command_claims()  # unreadable installations are listed as broken plugins
+    found, _ = command_claims()  # none is loaded; unreadable installations are listed as broken plugins
     for name, points in found.items():
         taken = command_conflict(name, points)
-        for source in map(Source.of, points):
-            status = "installed" if taken is None else "broken"
-            yield Item(source, "command", name, status, taken or "installed")
+        status, text = ("installed", "installed") if taken is None else ("broken", taken)
+        items += [Item(source, "command", name, status, text) for source in map(Source.of, points)]
+    items += [*_hosts(), *_other(registry)]
+    items.sort(key=lambda item: (not item.source.embedded, str(item.source), item.kind, item.name))
+    if parsed.json:
+        packages = []
+        for (name, version), provided in groupby(items, lambda each: (each.source.distribution, each.source.version)):
+            brings = [{"kind": i.kind, "name": i.name, "status": i.status, "text": i.text} for i in provided]
+            packages.append({"distribution": name, "version": version, "brings": brings})
+        output.write_json({"installed": packages})
+    else:
+        cells = [(str(item.source), f"{item.kind} {item.name}", item.text) for item in items]
+        print(output.table(("installed", "brings", "status"), cells))
+    output.warn_of_plugins(registry, broken=False)
+    return 0
 
 
 def _hosts() -> Iterator[Item]:
@@ -78,11 +75,3 @@ def _other(registry: Registry) -> Iterator[Item]:
     for kind, name, source in (*formats, *kinds, *tables, *models, *devices):
         if not source.embedded:
             yield Item(source, kind, name, "installed", "installed")
-
-
-def _by_package(items: list[Item]) -> list[dict[str, object]]:
-    found = []
-    for (name, version), provided in groupby(items, key=lambda item: (item.source.distribution, item.source.version)):
-        brings = [{"kind": each.kind, "name": each.name, "status": each.status, "text": each.text} for each in provided]
-        found.append({"distribution": name, "version": version, "brings": brings})
-    return found

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from attnplug.cli.main import main
+from attnplug.cli import doctor
+from attnplug.cli.app import main
 from attnplug.declare.version import CONTRACT_VERSION
-from attnplug_conformance import doctor
 
 Report = Callable[[], dict[str, dict[str, str]]]
 Library = Callable[[str, str], None]
