@@ -34,6 +34,7 @@ from measurements import (
     decode_times,
     engine_rates,
     hosts,
+    kv_formats,
     prefill_rates,
     short_prefills,
 )
@@ -215,6 +216,7 @@ TABLES = {
     "decode times": decode_times,
     "cost of wrapping": cost_of_wrapping,
     "cost of invariance": cost_of_invariance,
+    "times of KV formats": kv_formats,
     "cost of levels": cost_of_levels,
     "decode rates": decode_rates,
     "engine rates": engine_rates,

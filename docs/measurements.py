@@ -112,13 +112,26 @@ def cost_of_wrapping() -> str:
 
 
 def cost_of_invariance() -> str:
-    """Decode times of triton_mla in µs, with and without batch invariance."""
-    lines = ["| requests × tokens | plain | invariant | ratio |", "|---|---|---|---|"]
-    for name, found in _read("triton_mla_variants_h200").items():
-        if name.startswith("batch invariance, "):
-            plain, invariant = (found["us"][key] for key in ("False", "True"))
-            shape = name.removeprefix("batch invariance, ").replace(" x ", " × ")
-            lines.append(f"| {shape} | {plain:.0f} | {invariant:.0f} | {invariant / plain:.2f} |")
+    """Decode times of one layer in µs, without and with all levels of invariance."""
+    points: dict[tuple[int, int], dict[str, str]] = {}
+    for case in _read("invariance_h200")["decode"]:
+        cell = f"{case['default']:.1f} → {case['invariant']:.1f} ({case['ratio']:.2f} ×)"
+        points.setdefault((case["requests"], case["length"]), {})[case["shape"]] = cell
+    shapes = ("GQA 32/8", "MLA 16 heads", "MLA 128 heads")
+    lines = [f"| requests × tokens | {' | '.join(shapes)} |", "|---|---|---|---|"]
+    for (requests, length), cells in sorted(points.items()):
+        lines.append(f"| {requests} × {length} | {' | '.join(cells.get(shape, '–') for shape in shapes)} |")
+    return "\n".join(lines)
+
+
+def kv_formats() -> str:
+    """Decode times of one layer by KV format, µs."""
+    cases = _read("kv_formats_h200")["cases"]
+    names = list(cases[0]["formats"])
+    lines = [f"| requests × tokens | {' | '.join(f'`{name}`' for name in names)} |", "|---" * (len(names) + 1) + "|"]
+    for case in cases:
+        cells = [f"{found['layer_us']:.0f} ({found['ratio']:.2f} ×)" for found in case["formats"].values()]
+        lines.append(f"| {case['requests']} × {case['length']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -150,7 +150,12 @@ def test_prefills_of_mla_without_prefixes_are_replayed_as_mha(oracles):
     random = Random(7)
     replayed = []
     fitting = captured.fitting
-    captured.fitting = lambda step: replayed.append(fitting(step)) or replayed[-1]
+
+    def noted(step):
+        replayed.append(fitting(step))
+        return replayed[-1]
+
+    captured.fitting = noted
     for lengths in ([1], [7, 20, 3], [90], [650], [200, 200, 200]):
         texts = [[random.randrange(512) for _ in range(length)] for length in lengths]
         found = [one.generate(texts, SamplingParams(max_tokens=3)) for one in (graphs, eager)]
