@@ -45,16 +45,17 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.fixture(autouse=True)
-def _kernels_are_compiled_when_launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _kernels_are_compiled_when_launched(request: pytest.FixtureRequest) -> Generator[None, None, None]:
     """Start no recording process for each of the many small engines of a GPU's tests."""
-    if (
-        "attnplug_engine.engine" in sys.modules
-        and torch.cuda.is_available()
-        and request.path.stem != "test_compile_ahead"
-    ):
-        from attnplug_engine.execution.compile_ahead import AheadReport
+    on_gpu = "attnplug_engine.engine" in sys.modules and torch.cuda.is_available()
+    if not on_gpu or request.path.stem == "test_compile_ahead":
+        yield
+        return
+    from attnplug_engine.execution.compile_ahead import AheadReport
 
-        monkeypatch.setattr("attnplug_engine.engine.compile_ahead", lambda *_: AheadReport())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("attnplug_engine.engine.compile_ahead", lambda *_: AheadReport())
+        yield
 
 
 def pytest_unconfigure() -> None:

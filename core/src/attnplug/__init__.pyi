@@ -8,7 +8,6 @@ from attnplug.contract.batch import ForwardBatch as ForwardBatch
 from attnplug.contract.batch import Plan as Plan
 from attnplug.contract.context import BackendContext as BackendContext
 from attnplug.contract.context import Serving as Serving
-from attnplug.contract.geometry import ForwardMode as ForwardMode
 from attnplug.contract.geometry import Geometry as Geometry
 from attnplug.contract.inputs import RaggedCall as RaggedCall
 from attnplug.declare.capabilities import Capabilities as Capabilities
@@ -32,6 +31,7 @@ from attnplug.declare.model import ModelSpec as ModelSpec
 from attnplug.declare.problem import CacheLayout as CacheLayout
 from attnplug.declare.problem import DType as DType
 from attnplug.declare.problem import ExtendPath as ExtendPath
+from attnplug.declare.problem import ForwardMode as ForwardMode
 from attnplug.declare.problem import GraphLevel as GraphLevel
 from attnplug.declare.problem import Problem as Problem
 from attnplug.declare.problem import Role as Role

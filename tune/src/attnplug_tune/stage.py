@@ -20,10 +20,10 @@ from torch import Tensor
 from attnplug.contract.backend import AttentionBackend, ForwardExtras
 from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.context import HostContext, Limits
-from attnplug.contract.geometry import ForwardMode, Geometry, TypicalLens
+from attnplug.contract.geometry import Geometry, TypicalLens
 from attnplug.contract.inputs import IndexInputs
 from attnplug.declare.model import LayerSpec, MLADims, ModelSpec
-from attnplug.declare.problem import GraphLevel, Role
+from attnplug.declare.problem import ForwardMode, GraphLevel, Role
 from attnplug.host import MLAWeights, installed_format
 from attnplug.kv.buffer import torch_dtype
 from attnplug.kv.pools import CacheKey, KeyedCache, KVPools, MHAPool, MLAPool

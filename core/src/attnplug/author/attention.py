@@ -14,11 +14,11 @@ from attnplug.author.served_layers import NO_EXTRAS, NewRows, ServedLayers, outp
 from attnplug.contract.backend import ForwardExtras
 from attnplug.contract.batch import BackendId, ForwardBatch, Plan, describe_result
 from attnplug.contract.context import BackendContext
-from attnplug.contract.geometry import ForwardMode, Geometry
+from attnplug.contract.geometry import Geometry
 from attnplug.declare.capabilities import Claims
 from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.model import LayerSpec
-from attnplug.declare.problem import LARGEST_TREE, ExtendPath, GraphLevel
+from attnplug.declare.problem import LARGEST_TREE, ExtendPath, ForwardMode, GraphLevel
 
 _DECODE = (ForwardMode.DECODE,)
 _UNIFORM = (*_DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)

@@ -10,10 +10,10 @@ from torch import Tensor
 from attnplug.auto.schedule import BackendSchedule, ExtendSchedule
 from attnplug.contract.backend import AttentionBackend
 from attnplug.contract.batch import ForwardBatch, Plan, received_plan
-from attnplug.contract.geometry import ForwardMode, Geometry, is_ragged
+from attnplug.contract.geometry import Geometry, is_ragged
 from attnplug.contract.inputs import RaggedCall
 from attnplug.declare.model import LayerSpec
-from attnplug.declare.problem import GraphLevel, Role
+from attnplug.declare.problem import ForwardMode, GraphLevel, Role
 from attnplug.wrappers.forwarding import ForwardingBackend, role_of_modes, weakest_by_role
 
 _SAMPLED = 16

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from attnplug.contract.geometry import ForwardMode, Geometry, divide, split_by
+from attnplug.contract.geometry import Geometry, divide, split_by
 from attnplug.declare.errors import PlanError
+from attnplug.declare.problem import ForwardMode
 from attnplug.declare.version import use_deprecated
 
 

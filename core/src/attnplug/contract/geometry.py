@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from enum import StrEnum
 from itertools import accumulate
 from operator import le
 from typing import Any, Literal, NamedTuple
@@ -18,30 +17,8 @@ from torch import Tensor
 
 from attnplug.contract.inputs import RaggedCall
 from attnplug.declare.errors import PlanError
+from attnplug.declare.problem import ForwardMode
 from attnplug.machine.runtime import to_device
-
-
-class ForwardMode(StrEnum):
-    """Kind of forward pass that a batch needs."""
-
-    EXTEND = "extend"
-    """New tokens of each request, behind a cached prefix (or none)."""
-    DECODE = "decode"
-    """One new token per request."""
-    MIXED = "mixed"
-    """Extending and decoding requests in one batch. A decoding request extends by one token."""
-    IDLE = "idle"
-    """No request: this rank only takes part in collectives."""
-    TARGET_VERIFY = "target_verify"
-    """The target model verifies the tokens that a draft proposed."""
-    DRAFT_EXTEND = "draft_extend"
-    """The draft model catches up with the tokens that the target accepted."""
-
-    @property
-    def is_decode(self) -> bool:
-        """True if ``forward_decode`` runs this mode; ``forward_extend`` runs all others."""
-        return self is ForwardMode.DECODE
-
 
 SplitBy = Literal["token", "request", "length", "shared", "reset"]
 

@@ -19,11 +19,10 @@ from attnplug.contract.batch import (
     describe_result,
     received_plan,
 )
-from attnplug.contract.geometry import ForwardMode
 from attnplug.contract.inputs import DeltaInputs, LinearInputs, SelectedRows
 from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.model import LayerSpec
-from attnplug.declare.problem import ExtendPath, GraphLevel
+from attnplug.declare.problem import ExtendPath, ForwardMode, GraphLevel
 from attnplug.kv.pools import KVPools
 from attnplug.mla.attention import ExtendPolicy, MLAAttention, MLAWeights
 

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnplug.contract.geometry import ForwardMode, Geometry
+from attnplug.contract.geometry import Geometry
+from attnplug.declare.problem import ForwardMode
 from attnplug.machine.hardware import IS_ARM
 from attnplug.machine.runtime import to_device
 

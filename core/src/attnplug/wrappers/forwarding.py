@@ -21,11 +21,10 @@ from attnplug.contract.backend import (
     shown,
 )
 from attnplug.contract.batch import BackendId, ForwardBatch, Plan, received_plan
-from attnplug.contract.geometry import ForwardMode
 from attnplug.declare.capabilities import Claims, CombinedClaims, weakest
 from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.model import LayerSpec, ModelSpec
-from attnplug.declare.problem import GraphLevel, Role
+from attnplug.declare.problem import ForwardMode, GraphLevel, Role
 
 _BATCH, _LAYER = ("batch", "forward_batch"), "layer"
 

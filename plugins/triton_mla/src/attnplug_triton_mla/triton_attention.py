@@ -249,6 +249,7 @@ def attend(
     TABLE_PAGE: tl.constexpr = 1 if SELECTED else PAGE_SIZE
     TYPE: tl.constexpr = q.dtype.element_ty if FORMAT == "plain" or FORMAT == "fp8_ds_mla" else tl.float16
     TOKEN_SCALES: tl.constexpr = FORMAT == "fp8_per_token_head"
+    COUNTED: tl.constexpr = tl.bfloat16 if TOKEN_SCALES else TYPE  # fp16 does not hold weights without scales
     # The rotary columns of these formats are in bfloat16, without scales.
     ROPE_APART: tl.constexpr = ROPE > 0 and (TOKEN_SCALES or FORMAT == "nvfp4" or FORMAT == "fp8_ds_mla")
     column, rope_column, position = tl.arange(0, RANK // 4), tl.arange(0, ROPE or 1), tl.arange(0, STEP)
@@ -317,7 +318,6 @@ def attend(
             first_slot = stored_at + tile * splits_before(units * STEP, SPLIT, GROWS)
             split_slot = first_slot + splits_before(first_token, SPLIT, GROWS)
             split_end = first_token + split_rows(first_token, SPLIT, GROWS)
-            COUNTED: tl.constexpr = tl.bfloat16 if TOKEN_SCALES else TYPE  # fp16 does not hold weights without scales
             ones = tl.full([STEP, 16], 1.0, COUNTED)
         middle = stop_token
         if TREE:
