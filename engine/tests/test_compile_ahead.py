@@ -31,6 +31,7 @@ WIDE = {
 }
 
 
+@pytest.mark.long
 @needs_triton
 def test_processes_fill_the_cache_and_a_later_one_compiles_nothing(tmp_path):
     """E1: at the same time, every variant once; a kernel that cannot be compiled costs no other one."""
@@ -51,6 +52,7 @@ def recorded(tmp_path: Path, model: str, **settings: object) -> Counter[str]:
     return Counter(found)
 
 
+@pytest.mark.long
 @needs_triton
 def test_a_start_up_without_a_gpu_launches_what_one_with_a_gpu_does(tmp_path):
     """E1: layers, attention, sampling, and the first and last kernels of captured steps; layers alike run once."""
@@ -62,6 +64,7 @@ def test_a_start_up_without_a_gpu_launches_what_one_with_a_gpu_does(tmp_path):
     assert deeper == found
 
 
+@pytest.mark.long
 @needs_triton
 def test_prefills_of_mla_as_mha_are_recorded(tmp_path):
     """E1: ragged attention beside absorbed attention, and experts."""
@@ -140,6 +143,7 @@ def test_a_recording_that_hangs_is_ended(recorder, monkeypatch):
     assert "ended early" in str(fill_cache(REQUEST).problem)
 
 
+@pytest.mark.long
 def test_a_cache_that_cannot_be_written_is_no_error(recorder, tmp_path):
     (tmp_path / "cache").write_text("a file where the folder would be")
     recorder(*EVENTS, {"finished": 3})
