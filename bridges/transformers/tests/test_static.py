@@ -63,6 +63,7 @@ def noted() -> StaticCaches:
 @pytest.mark.parametrize(
     ("name", "times"), [("llama", 1), ("deepseek_v3", 1), ("gemma2", 2), ("gpt_oss", 2)], ids=lambda value: str(value)
 )
+@pytest.mark.sample(2)
 def test_generate_is_compiled_whole_and_not_again_for_each_token(name, times, backend):
     """``fullgraph=True`` refuses graph breaks. transformers itself compiles windows twice: below and at their size."""
     expected = generated(name, "eager", padded(LENS), max_new_tokens=12)
@@ -84,7 +85,7 @@ def test_a_second_generate_runs_the_code_of_the_first():
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, as inductor is imported
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_compiled_steps_read_the_cache_in_place(backend):
     noted()._copies.clear()
     found, _ = compiled("llama", padded(LENS), backend, 8)

@@ -122,7 +122,11 @@ class Ranking:
         beside_others = len(names) > 1 and not all(b.source.embedded for b in usable if b.spec.name in names)
         if not names or len(usable) == 1 or (others and not beside_others):
             return Ranked(preferred, _why_preferred(*preferred))
-        points = _served({point for of_backend in times.values() for point in of_backend}, role, problem)
+        # Points like the problem's batches, or all if there are none. A decode has one new token per request.
+        found = sorted({point for of_backend in times.values() for point in of_backend})
+        longest = math.inf if problem.model is None else problem.model.context_length
+        one = role is Role.DRAFT or (role is Role.DECODE and not problem.speculative_tokens)
+        points = [p for p in found if p.length <= longest and (p.tokens == 1 or not one)] or found
         at_points = {name: filled(of_backend, points) for name, of_backend in times.items()}
         best = {point: min(of_backend[point] for of_backend in at_points.values()) for point in points}
         slowness = {
@@ -198,15 +202,6 @@ class Ranking:
 
 
 BY_PREFERENCE = Ranking()
-
-
-def _served(points: Iterable[BatchPoint], role: Role, problem: Problem) -> list[BatchPoint]:
-    """Points like the problem's batches, or all points if there are none: lengths within the model's context, and one
-    new token per request unless requests are prefilled or verified."""
-    found = sorted(points)
-    longest = math.inf if problem.model is None else problem.model.context_length
-    one = role is Role.DRAFT or (role is Role.DECODE and not problem.speculative_tokens)
-    return [p for p in found if p.length <= longest and (p.tokens == 1 or not one)] or found
 
 
 def _shapes(role: Role, problem: Problem) -> Counter[MeasuredShape]:

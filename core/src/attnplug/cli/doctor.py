@@ -141,8 +141,7 @@ def run(parsed: argparse.Namespace) -> int:
     json = parsed.json
     probes = Probes(sys.stderr if sys.stderr.isatty() and not json else None)
     with ThreadPoolExecutor(max_workers=_THREADS) as pool:
-        code = f"from {__name__} import plugin_answer; answer = plugin_answer()"
-        plugins = pool.submit(probes.run, "plugins", code)  # in a separate process, because a plugin may crash it
+        plugins = pool.submit(_probe_plugins, probes)
         torch = pool.submit(_probe_torch, probes, lambda: plugins.result().get("factories", {}))
         sections: dict[str, Callable[[], Findings]] = {
             "environment": lambda: {
@@ -255,6 +254,11 @@ def _required_libraries() -> dict[str, set[str]]:
             if canonical_name(requirement.name) not in own and _FOR_TESTS.isdisjoint(extras):
                 found.setdefault(requirement.name, set()).add(Source.of(point).distribution)
     return {name: found[name] for name in sorted(found) if not canonical_name(name).startswith("attnplug")}
+
+
+def _probe_plugins(probes: Probes) -> Findings:
+    """List plugins in a separate process, because a plugin may crash it."""
+    return probes.run("plugins", f"from {__name__} import plugin_answer; answer = plugin_answer()")
 
 
 def _plugins(probes: Probes, probed: Future[Findings], torch: Future[Findings]) -> Findings:

@@ -23,6 +23,5 @@ def decode(parts: Sequence[Tensor]) -> Tensor:
 
 
 def row_writer(parts: Sequence[Tensor], scale: float) -> RowKernel | None:
-    if torch.cuda.get_device_capability(parts[0].device) < (8, 9):
-        return None  # Triton does not convert to this dtype there
-    return triton_writer(parts[0], scale)
+    converts = torch.cuda.get_device_capability(parts[0].device) >= (8, 9)  # Triton does, to this dtype
+    return triton_writer(parts[0], scale) if converts else None

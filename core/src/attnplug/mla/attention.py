@@ -134,9 +134,8 @@ class MLAAttention:
         path = self.path(geometry, path)
         if path is ExtendPath.ABSORBED:
             return None
-        return Plan.of(
-            self._id, geometry, plan_extend(geometry, path, self.policy.chunk_capacity), geometry.new_slots()
-        )
+        parts = plan_extend(geometry, path, self.policy.chunk_capacity)
+        return Plan.of(self._id, geometry, parts, geometry.new_slots())
 
     @property
     def captures_mha(self) -> bool:
@@ -170,9 +169,8 @@ class MLAAttention:
             return ExtendPath.ABSORBED
         if mode.is_decode or not geometry.rows:
             return ExtendPath.ABSORBED
-        prefers_absorbed = requested is ExtendPath.ABSORBED or (
-            requested is None and (mode is not ForwardMode.EXTEND or not geometry.host)
-        )
+        is_open = requested is None and (mode is not ForwardMode.EXTEND or not geometry.host)
+        prefers_absorbed = is_open or requested is ExtendPath.ABSORBED
         if prefers_absorbed and ExtendPath.ABSORBED in abilities:
             return ExtendPath.ABSORBED  # as the policy would choose, without reading the lengths
         return self.policy.choose(mode, geometry.query_lens, geometry.kv_lens, abilities, requested)
