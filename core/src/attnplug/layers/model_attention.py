@@ -24,7 +24,8 @@ from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import ExtendPath, ForwardMode, GraphLevel
 from attnplug.kv.pools import KVPools
-from attnplug.mla.attention import ExtendPolicy, MLAAttention, MLAWeights
+from attnplug.mla.attention import MLAAttention, MLAWeights
+from attnplug.mla.extend_policy import ExtendPolicy
 
 
 class ModelAttention:
