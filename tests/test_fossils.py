@@ -116,7 +116,7 @@ def minor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def additions(minor: dict[str, Any]) -> list[dict[str, Any]]:
-    """What came of each kind of addition, by minor."""
+    """Results of each kind of addition, by minor."""
     return list(minor["later"].values())
 
 

@@ -37,7 +37,7 @@ def ours() -> Iterator[SimpleNamespace]:
 
 
 def select(scores: Tensor, lengths: Tensor, topk: int, row_starts: Tensor | None = None) -> Tensor:
-    """What SGLang's ``topk_func`` computes, one row after the other."""
+    """Reference of SGLang's ``topk_func``, one row after the other."""
     found = torch.full((len(scores), topk), -1, dtype=torch.int32)
     for row, length in enumerate(lengths.tolist()):
         start = 0 if row_starts is None else int(row_starts[row])

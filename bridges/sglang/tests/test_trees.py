@@ -47,7 +47,7 @@ def test_bits_are_the_cells_of_the_mask(rows: int) -> None:
 
 
 def test_a_mask_with_prefixes_has_the_new_rows_behind_them() -> None:
-    """What SGLang makes on a GPU; the memory behind the last request is not read."""
+    """Mask in SGLang's layout on a GPU; the memory behind the last request is not read."""
     trees, prefixes = random_trees(3, 5), [7, 0, 12]
     whole = [
         torch.cat([torch.ones(5, prefix, dtype=torch.bool), cells(tree)], 1).flatten()

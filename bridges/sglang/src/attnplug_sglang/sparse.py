@@ -39,7 +39,7 @@ def indexer_dims(config: Any) -> IndexerDims | None:
 
 
 class IndexerMetadata:
-    """What SGLang's indexer reads of a planned batch: its ``BaseIndexerMetadata``, by the names of its members.
+    """Metadata of a planned batch for SGLang's indexer: its ``BaseIndexerMetadata``, by the names of its members.
 
     The indexer scores cached rows and calls ``topk_transform``. Layers pass the result on to attention as
     ``topk_indices``. Decodes and verifies are scored over pages, one row of the page table for each query. Extends are
