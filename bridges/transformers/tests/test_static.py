@@ -85,7 +85,6 @@ def test_a_second_generate_runs_the_code_of_the_first():
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, as inductor is imported
-@pytest.mark.filterwarnings("ignore:The distutils package:DeprecationWarning")  # likewise
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_compiled_steps_read_the_cache_in_place(backend):
     noted()._copies.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -84,10 +84,12 @@ def _left_out(item: Path) -> bool:
 
 
 def link_pip(folder: Path) -> Path:
-    """Link the pip that is installed here into a folder."""
-    spec = importlib.util.find_spec("pip")
-    assert spec is not None and spec.origin is not None, "pip is not installed"
-    (folder / "pip").symlink_to(Path(spec.origin).parent)
+    """Link the pip that is installed here into a folder.
+
+    Not by ``find_spec``: after a lookup of pip, setuptools' import hook returns the standard library's distutils, and
+    ``import setuptools`` fails in this process. Inductor imports it.
+    """
+    (folder / "pip").symlink_to(Path(str(importlib.metadata.distribution("pip").locate_file("pip"))))
     return folder
 
 
