@@ -21,6 +21,7 @@ def test_every_plugin_that_serves_mla_is_here():
 
 
 @pytest.mark.parametrize("name", [name for name, plugin in PLUGINS.items() if plugin.prefills and plugin.as_mha])
+@pytest.mark.sample(2)
 def test_planning_8218_rows_after_a_prefix_of_800(name):
     """A8: the regression that started it. Without the hook the plan would be an earlier batch's, of 800 rows."""
     case = PLUGINS[name].case(mla(((800, 8218),), heads=2))

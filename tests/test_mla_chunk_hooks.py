@@ -112,6 +112,7 @@ def test_every_backend_claims_what_its_spec_declares(name):
 
 @every_plugin
 @every_serving
+@pytest.mark.sample(12)
 def test_it_plans_when_and_only_when_it_must(name, serving):
     """A3, A4, A8: never an AttributeError or a TypeError; through the hybrid wrapper as without it."""
     for prefix in (True, False):
@@ -138,6 +139,7 @@ def test_it_plans_when_and_only_when_it_must(name, serving):
     ],
     ids=serving_id,
 )
+@pytest.mark.sample(12)
 def test_what_the_policy_chooses_runs_right(name, serving, captured):
     """C1, C2, A4: with a prefix, by the abilities that the backend claims in this way of serving."""
     stage = Stage(name, serving, prefix=True)

@@ -99,6 +99,7 @@ def test_our_engine_serves_at_the_loads_of_vllm(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("model", ["mla", "moe", "hybrid"])
+@pytest.mark.sample(1)
 def test_every_model_runs_on_a_cpu(model, tmp_path):
     """Without vLLM's results, loads are fractions of our own saturation."""
     out = tmp_path / "found.json"

@@ -188,6 +188,7 @@ def test_claiming_nothing_that_can_run_does_not_pass():
         ("compressed", '"entries", ', "", "compressed"),
     ],
 )
+@pytest.mark.sample(2)
 def test_a_claim_whose_checks_are_all_refused_does_not_pass(good, old, new, claim):
     backend = subject(f"refusing_{good}", text(good).replace(old, new))
     verdict = run_checks(backend, [check for check in all_checks() if "sparse" in check.name or check.claim == claim])

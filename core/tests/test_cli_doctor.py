@@ -158,6 +158,7 @@ def test_a_library_that_imports_is_no_failure(report: Report, library: Library) 
         ("import atexit, sys\natexit.register(lambda: print('bye', file=sys.stderr))\nraise KeyError('real')", "real"),
     ],
 )
+@pytest.mark.sample(4)
 def test_a_library_that_fails_to_import_is_reported_with_its_error(
     report: Report, library: Library, source: str, needs: str
 ) -> None:
@@ -169,6 +170,7 @@ def test_a_library_that_fails_to_import_is_reported_with_its_error(
 
 
 @pytest.mark.parametrize("source", ["raise SystemExit(0)", "import os; os._exit(0)"])
+@pytest.mark.sample(1)
 def test_a_library_that_ends_the_process_quietly_has_not_been_imported(
     report: Report, library: Library, source: str
 ) -> None:

@@ -73,6 +73,7 @@ def test_prefills_of_mla_as_mha_are_recorded(tmp_path):
 
 
 @needs_triton
+@pytest.mark.long
 def test_an_embedder_is_recorded(tmp_path):
     """E1: its warm-up runs prompts of every kind, and samples nothing."""
     found = recorded(tmp_path, "llama", embed=True)
@@ -88,7 +89,7 @@ def recorder(monkeypatch, tmp_path):
 
     def write(*events: dict[str, object], end: str = "") -> None:
         started = f"from pathlib import Path; Path({str(tmp_path / 'started')!r}).open('a').write('x')"
-        read = "import pickle, sys; request = pickle.load(sys.stdin.buffer); assert request.workers == 2"
+        read = "import sys; assert b'tiny:llama' in sys.stdin.buffer.read()"  # pickle would import torch
         lines = [
             "print('a library is imported')",
             started,
@@ -138,7 +139,7 @@ def test_a_recording_that_fails_is_told_and_tried_again(recorder, tmp_path):
 
 
 def test_a_recording_that_hangs_is_ended(recorder, monkeypatch):
-    monkeypatch.setattr(compile_ahead, "_MOST_SECONDS", 2.0)
+    monkeypatch.setattr(compile_ahead, "_MOST_SECONDS", 0.5)
     recorder(*EVENTS, end="import time; sys.stdout.flush(); time.sleep(60)")
     assert "ended early" in str(fill_cache(REQUEST).problem)
 

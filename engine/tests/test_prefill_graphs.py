@@ -99,7 +99,7 @@ class TestMLAAsMHA:
     @pytest.mark.parametrize("model", ["tiny:deepseek_v3", "tiny:kimi_linear"])
     @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlapped"])
     @pytest.mark.parametrize("fill", [0, 6])
-    @pytest.mark.sample(4)
+    @pytest.mark.sample(2)
     def test_tokens_are_those_of_eager_prefills(self, model, overlap, fill, native):
         """Prompts of up to 30 tokens in steps of up to 23, beside requests that decode, padded by empty requests."""
         each = [SamplingParams(max_tokens=2 + number % 5) for number in range(12)]
@@ -305,7 +305,7 @@ class TestSpeculation:
             ("tiny:llama", NGRAM, True),
             ("tiny:llama", EAGLE, True),
             ("tiny:deepseek_v3", MTP, False),
-            ("tiny:llama", DRAFT, True),
+            pytest.param("tiny:llama", DRAFT, True, marks=pytest.mark.long),
             pytest.param("tiny:llama", {**EAGLE, "speculative_algorithm": "eagle3"}, False, marks=pytest.mark.long),
             pytest.param("tiny:llama", {**NGRAM, "speculative_topk": 2}, False, marks=pytest.mark.long),
             pytest.param("tiny:deepseek_v3", {**MTP, "speculative_topk": 2}, True, marks=pytest.mark.long),
@@ -328,7 +328,7 @@ class TestSpeculation:
             ("tiny:llama", EAGLE, AnyBatch),
             ("tiny:llama", EAGLE, RefilledNative),
             ("tiny:deepseek_v3", MTP, AnyBatch),
-            ("tiny:llama", DRAFT, AnyBatch),
+            pytest.param("tiny:llama", DRAFT, AnyBatch, marks=pytest.mark.long),
         ],
     )
     def test_drafts_read_and_propose_the_same(self, model, settings, draft, monkeypatch):

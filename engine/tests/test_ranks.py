@@ -382,6 +382,7 @@ def test_a_file_is_read_where_it_is(tmp_path):
             assert prompts_path(str(given)) == str(given)
 
 
+@pytest.mark.long
 def test_two_ranks_embed_what_one_process_does_from_standard_input(attnplug: Attnplug, tmp_path):
     """Launched by the command itself, with prompts from a pipe."""
     (tmp_path / "prompts").write_text(TEXT)

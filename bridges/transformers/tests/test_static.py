@@ -185,6 +185,7 @@ def reference(
 @pytest.mark.parametrize(
     ("window", "sinks", "cap"), [(None, False, None), (9, False, None), (None, True, None), (9, True, 2.0)]
 )
+@pytest.mark.sample(4)
 def test_every_step_attends_to_the_columns_that_are_there(kernel, window, sinks, cap, monkeypatch):
     """Padding on the left and between tokens; NaN in every column that must not be read."""
     if kernel == "triton_mha":
