@@ -28,6 +28,7 @@ def test_there_are_enough_and_each_has_a_name_of_its_own():
 
 
 @pytest.mark.parametrize("good", ["mha", "mla", "new_mla", "sparse", "compressed", "linear"])
+@pytest.mark.sample(3)
 def test_the_good_backends_pass_everything(good):
     verdict = run_checks(subject(f"good_{good}", text(good)), all_checks())
     failed = {result.check.name: result.message for result in verdict.results if result.status is Status.FAILED}

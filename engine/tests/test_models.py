@@ -73,6 +73,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("case", MODELS)
+@pytest.mark.sample(14)
 def test_logits_equal_those_of_transformers(case, make_oracle, make_stage, sequences):
     model_type, changes = MODELS[case]
     oracle = make_oracle(model_type, **changes)
