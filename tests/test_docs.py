@@ -122,6 +122,7 @@ def test_the_guides_plugin_is_selectable_once_pip_has_installed_it(installed: En
     assert "my-attention 0.1.0" in done.stdout
 
 
+@pytest.mark.long
 def test_the_guides_backend_is_right(installed: Environment) -> None:
     done = installed.attnplug("conform", "my_attention", "--device", "cpu", "--budget", "0.2", ATTNPLUG_STRICT="1")
     assert done.returncode == 0, done.stdout + done.stderr

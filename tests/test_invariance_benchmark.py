@@ -24,6 +24,7 @@ def test_claimed_levels_give_one_result(tmp_path: Path, monkeypatch: pytest.Monk
         assert all(1 <= count <= 3 for count in found["torch_native"].values())
 
 
+@pytest.mark.long
 def test_costs_of_levels_are_ratios_of_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layers of torch_native and the engine's models, decode and extend each."""
     monkeypatch.setattr(invariance_cpu, "ROUNDS", 1)

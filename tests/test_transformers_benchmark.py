@@ -13,6 +13,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import transformers_h200
 
 
+@pytest.mark.long
 def test_every_implementation_is_measured_at_every_point(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers_h200, "ROUNDS", 1)
     monkeypatch.setattr("sys.argv", ["transformers_h200.py", "--smoke", "--out", str(tmp_path / "out.json")])

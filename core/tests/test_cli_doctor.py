@@ -130,6 +130,7 @@ def test_torch_is_reported_with_its_version(run: Callable[..., str], monkeypatch
     assert found["CUDA available"] in ("True", "False")
 
 
+@pytest.mark.long
 def test_a_torch_that_fails_to_import_is_reported(run: Callable[..., str], library: Library) -> None:
     library("torch", "raise RuntimeError('libcudart.so.13 is missing')")
     assert "libcudart.so.13 is missing" in json.loads(run("--json"))["torch"]["import failed"]
@@ -199,6 +200,7 @@ def test_a_library_that_hangs_is_reported(report: Report, library: Library, monk
     assert "no answer within 0.5 s" in libraries(report)["fla"]
 
 
+@pytest.mark.long
 def test_a_library_that_no_usable_backend_requires_is_not_imported(
     report: Report, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +254,7 @@ def test_libraries_are_those_that_installed_plugins_require(plugin: Callable[[st
     assert not {"attnplug", "torch", "pytest"} & set(found)
 
 
+@pytest.mark.long
 def test_a_probe_that_fails_costs_its_own_section_only(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing() -> dict[str, str]:
         raise OSError("no home")
@@ -262,6 +265,7 @@ def test_a_probe_that_fails_costs_its_own_section_only(report: Report, monkeypat
     assert found["plugins"]
 
 
+@pytest.mark.long
 def test_variables_that_matter_are_shown(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNPLUG_PLUGINS", "é✨")
     assert report()["variables"]["ATTNPLUG_PLUGINS"] == "'é✨'"
@@ -384,6 +388,7 @@ def test_a_usable_backend_whose_factory_cannot_be_imported_is_reported(
     assert report()["plugins"]["fast"] == text
 
 
+@pytest.mark.long
 def test_a_factory_that_takes_the_process_down_costs_its_own_backend_only(
     run: Callable[..., str], library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,6 +114,7 @@ def test_among_63_others() -> None:
     assert play(engine, [*crowd, Arrival(1, wanted[1], 1)]) == [(1, results[1])]
 
 
+@pytest.mark.long
 def test_two_ranks() -> None:
     """E3: two numbers have one sum. Ranks have other partial sums than one rank alone."""
 

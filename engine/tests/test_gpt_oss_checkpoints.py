@@ -187,6 +187,7 @@ def test_random_experts_are_quantized_and_drawn_once(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=INTERPRETED), DEVICES[1]])
 @pytest.mark.parametrize("model_type", ["gpt_oss", "deepseek_v4"])
+@pytest.mark.sample(1)
 def test_published_experts_run_on_the_kernel(model_type, device, make_oracle, tmp_path, monkeypatch):
     """Clips, and biases of gpt-oss; interpreted on a CPU."""
     kernels = pytest.importorskip("attnplug_engine.kernels.quantized_experts")

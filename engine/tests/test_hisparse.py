@@ -201,6 +201,7 @@ def test_drafts_of_v4_that_are_rejected_leave_no_entry_on_the_device():
 
 @INTERPRETED
 @pytest.mark.parametrize("model", [SPARSE[1], V4])
+@pytest.mark.sample(1)
 def test_kernels_serve_the_engines_batches(model, expected, monkeypatch):
     """As they are planned: slots of requests that decode are a column of a table."""
     from attnplug_sparse.hisparse import triton_swap

@@ -120,6 +120,7 @@ def test_bias_gate_and_residual(name, device):
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "fp8 channels", "int4", "MXFP4"])
 @on_every_device
+@pytest.mark.sample(2)
 def test_more_rows_than_a_tile_has(name, device):
     """Rows and matrix rows that fill neither the last tile nor the last band of tiles."""
     weight = drawn(SCHEMES[name], 200, 128, device)

@@ -63,7 +63,7 @@ def noted() -> StaticCaches:
 @pytest.mark.parametrize(
     ("name", "times"), [("llama", 1), ("deepseek_v3", 1), ("gemma2", 2), ("gpt_oss", 2)], ids=lambda value: str(value)
 )
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_generate_is_compiled_whole_and_not_again_for_each_token(name, times, backend):
     """``fullgraph=True`` refuses graph breaks. transformers itself compiles windows twice: below and at their size."""
     expected = generated(name, "eager", padded(LENS), max_new_tokens=12)

@@ -59,6 +59,7 @@ def test_fifty_random_batches_equal_eager_steps_and_float64(setting) -> None:
 
 @in_every_graph_setting
 @pytest.mark.parametrize(("rows", "requests"), [(150, 3), (12, 4)], ids=["chunked", "recurrent"])
+@pytest.mark.sample(1)
 def test_a_captured_extend_serves_any_lengths(setting, rows, requests) -> None:
     """A7, B5: one request or several, in any slots, with any padding behind them; a decode beside a prefill."""
     scene = setting.scene(5)

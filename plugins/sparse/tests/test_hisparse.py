@@ -283,6 +283,7 @@ KERNEL_CASES = [(5, 5, 1, {}), (4, 5, 1, {}), (3, 9, 3, {}), (3, 4, 1, {"ratio":
 @pytest.mark.parametrize("device", BY_KERNEL)
 @pytest.mark.parametrize(("topk", "buffer_size", "nodes", "more"), KERNEL_CASES)
 @pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_kernels_do_what_torch_does(topk, buffer_size, nodes, more, device, monkeypatch):
     from attnplug_sparse.hisparse import triton_swap
 

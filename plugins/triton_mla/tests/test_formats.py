@@ -52,6 +52,7 @@ def built(case: KernelCase, device: str, choose: Any = None) -> KernelScene:
         (EXTEND, 5, {"padding": 2, "dtype": DType.FLOAT16}),
     ],
 )
+@pytest.mark.sample(4)
 def test_batches(format, mode, new, changes, device):
     check_scene(built(case(format, lengths(3, 70, new, seed=4), mode, **changes), device))
 

@@ -170,6 +170,7 @@ def test_an_fp8_cache(device):
 @on_every_device
 @pytest.mark.parametrize("name", ["decode", "verify", "verify of trees"])
 @pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_one_capture_serves_other_lengths_pages_and_fewer_requests_as_eager_does(name, device):
     """B2's ground; equal bits."""
     case = CASES[name]
