@@ -24,6 +24,8 @@ from attnplug_transformers.layer_call import layer_of
 from attnplug_transformers.static_cache import CacheLayers, CacheShape, StaticCaches
 from tiny_models import CONFIGS, NATIVE, VOCABULARY, WINDOW, generated, model, padded
 
+# torch's own, as it imports its compilers: also before a test, when dynamo is reset.
+pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning")]
 LENS = [40, 3, 17, 33]
 """Longer and shorter than a window."""
 
@@ -84,7 +86,6 @@ def test_a_second_generate_runs_the_code_of_the_first():
     assert counter.frame_count == 1
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, as inductor is imported
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_compiled_steps_read_the_cache_in_place(backend):
     noted()._copies.clear()
