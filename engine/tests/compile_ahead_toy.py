@@ -17,7 +17,7 @@ from triton.runtime import driver
 
 from attnplug_engine.execution.compile_ahead import GPU
 from attnplug_engine.recording.fake_gpu import fake_gpu
-from attnplug_engine.recording.triton_kernels import CompilePool, _Driver, record_launches, write_report
+from attnplug_engine.recording.triton_kernels import CompilePool, _Driver, json_lines, record_launches
 
 TARGET = ("cuda", 90, 32)
 H200 = GPU({"name": "NVIDIA H200", "major": 9, "minor": 0, "multi_processor_count": 132}, 140 << 30, TARGET)
@@ -57,7 +57,7 @@ def meet(mine: str, other: str, folder: Path) -> None:
 
 
 def record(folder: Path) -> None:
-    report = write_report(os.open(folder / "reports", os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+    report = json_lines(os.open(folder / "reports", os.O_WRONLY | os.O_CREAT | os.O_APPEND))
     pool = CompilePool(2, report)
     pool.submit("one", lambda: meet("one", "two", folder))
     pool.submit("two", lambda: meet("two", "one", folder))

@@ -28,7 +28,7 @@ SHARED = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
 
 
 def fitted(config: QuantizedConfig, form: str, sm: int) -> QuantizedConfig:
-    return replace(config, stages=max(min(config.stages, ((SHARED[sm] << 10) - 2048) // config.stage(form)), 2))
+    return replace(config, stages=max(min(config.stages, ((SHARED[sm] << 10) - 2048) // config.stage_bytes(form)), 2))
 
 
 def options(sm: int, warps: int) -> dict[str, object]:

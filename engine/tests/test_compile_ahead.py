@@ -84,7 +84,7 @@ def test_an_embedder_is_recorded(tmp_path):
 def recorder(monkeypatch, tmp_path):
     """Replace the recording process by a script; returns a function that writes it, and the cache's folder."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(compile_ahead, "_PROCESS", "recorder")
+    monkeypatch.setattr(compile_ahead, "_MODULE", "recorder")
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def write(*events: dict[str, object], end: str = "") -> None:
@@ -139,7 +139,7 @@ def test_a_recording_that_fails_is_told_and_tried_again(recorder, tmp_path):
 
 
 def test_a_recording_that_hangs_is_ended(recorder, monkeypatch):
-    monkeypatch.setattr(compile_ahead, "_MOST_SECONDS", 0.5)
+    monkeypatch.setattr(compile_ahead, "_TIMEOUT_SECONDS", 0.5)
     recorder(*EVENTS, end="import time; sys.stdout.flush(); time.sleep(60)")
     assert "ended early" in str(fill_cache(REQUEST).problem)
 

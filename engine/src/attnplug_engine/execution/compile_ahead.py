@@ -1,9 +1,9 @@
 """Parallel compilation of an engine's Triton kernels at its first start (E1).
 
-Running requests of every kind compiles one kernel after the other. So before that, a process without a GPU
-(``attnplug_engine.recording``) starts the same engine on shapes alone, and compiles every kernel that it would launch,
-in as many processes as there are cores, into Triton's disk cache. The warm-up then loads them. A kernel that the
-process does not find is compiled as before.
+A warm-up compiles kernels one after the other, as they are launched. Therefore a subprocess without a GPU
+(``attnplug_engine.recording``) first starts the same engine on fake tensors, and compiles all kernels that it would
+launch into Triton's disk cache, one process per core. The warm-up then loads them from the cache. Kernels that the
+subprocess does not find are compiled at their first launch.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from attnplug_engine.execution.compilations import Compilation
 from attnplug_engine.kernels import usable
 from attnplug_engine.parallel.collectives import TensorParallel
 
-_BYTES_PER_COMPILER = 1 << 30
-_MOST_SECONDS = 600.0
-"""Limit of the recording process: a start-up must not wait for one that hangs."""
-_PROCESS = "attnplug_engine.recording"
+_BYTES_PER_COMPILER = 1 << 30  # of host memory
+_TIMEOUT_SECONDS = 600.0
+"""Time limit of the recording process, so that a start-up does not hang with it."""
+_MODULE = "attnplug_engine.recording"
 _VERSIONED = ("attnplug", "torch", "triton", "flash-linear-attention", "flashinfer")
+"""Prefixes of distributions whose versions kernels depend on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +62,22 @@ class GPU:
 
 @dataclass(frozen=True, slots=True)
 class AheadRequest:
-    """An engine or embedder to start without a GPU: the model, its ``EngineOptions`` or ``EmbedOptions``, the GPU that
-    it is for, the number of ranks, the processes that compile, and an engine's pages."""
+    """Engine or embedder whose start-up is recorded."""
 
     model: str
     options: Any
+    """``EngineOptions`` or ``EmbedOptions``."""
     gpu: GPU
     ranks: int
     workers: int
+    """Number of processes that compile."""
     num_pages: int | None = None
+    """Pages of an engine's KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class AheadReport:
-    """Kernels that were compiled ahead. ``problem``: why others were not found; None if recording ended well."""
+    """Kernels that were compiled ahead. ``problem``: why recording stopped early; None if it did not."""
 
     compiled: tuple[Compilation, ...] = ()
     problem: str | None = None
@@ -91,7 +94,7 @@ def compile_ahead(
     """Compile the Triton kernels of an engine's start-up into the disk cache, unless an earlier start did so.
 
     ``progress(done, found)`` is called while kernels are found and compiled. Rank 0 compiles for all ranks, which wait.
-    Never raises because of a kernel: whatever fails here is compiled, and reported, where it is launched.
+    A kernel that fails to compile is not an error here: it is compiled again, and reported, where it is launched.
     """
     report = AheadReport()
     if not usable(device) or options.compile_processes == 0:
@@ -111,7 +114,7 @@ def compile_workers() -> int:
 
 
 def fill_cache(request: AheadRequest, progress: Callable[[int, int], None] | None = None) -> AheadReport:
-    """Run the recording process, unless the cache has a marker that it ran for an equal request."""
+    """Run the recording process, unless a marker file says that it already ran for an equal request."""
     marker = cache_folders()["triton"] / f"attnplug-{_digest(request)}.json"
     if marker.exists():
         return AheadReport()
@@ -121,7 +124,7 @@ def fill_cache(request: AheadRequest, progress: Callable[[int, int], None] | Non
     with (
         TemporaryFile() as errors,
         subprocess.Popen(
-            [sys.executable, "-m", _PROCESS],
+            [sys.executable, "-m", _MODULE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -129,7 +132,7 @@ def fill_cache(request: AheadRequest, progress: Callable[[int, int], None] | Non
             start_new_session=True,  # so that it can be killed together with its compilers
         ) as process,
     ):
-        limit = Timer(_MOST_SECONDS, _kill, [process])
+        limit = Timer(_TIMEOUT_SECONDS, _kill, [process])
         limit.start()
         try:
             report = _follow(process, request, progress)
@@ -143,7 +146,7 @@ def fill_cache(request: AheadRequest, progress: Callable[[int, int], None] | Non
             printed = errors.read().decode(errors="replace").rstrip().splitlines()
             report = AheadReport(problem=f"its process ended early{': ' + printed[-1][:400] if printed else ''}")
     if report.problem is None:
-        with suppress(OSError):  # a cache that cannot be written is recorded for at every start
+        with suppress(OSError):  # without a marker, the next start records again
             marker.parent.mkdir(parents=True, exist_ok=True)
             marker.write_text(json.dumps({each.name: each.seconds for each in report.compiled}))
     return report
@@ -160,7 +163,7 @@ def _follow(
 ) -> AheadReport | None:
     """Send the request, and read one JSON line per event. Returns None if the process ends before it has finished."""
     assert process.stdin is not None and process.stdout is not None
-    with suppress(BrokenPipeError):  # it failed to start, which its end tells
+    with suppress(BrokenPipeError):  # it failed to start; its standard error says why
         process.stdin.write(pickle.dumps(request))
         process.stdin.close()
     compiled: list[Compilation] = []

@@ -1,4 +1,4 @@
-"""Tile configurations of products with quantized weights, all in one place.
+"""Tile configurations of GEMMs with quantized weights.
 
 ``benchmarks/quantized_products_h200.py`` times them and others on an H200, by shape and number of rows.
 """
@@ -16,30 +16,33 @@ from attnplug_engine.kernels import shared_memory
 
 @dataclass(frozen=True, slots=True)
 class QuantizedConfig:
-    """Tile of a product: rows of activations × rows of the matrix (gate and ``up`` together), warps, and iterations
-    whose codes are copied ahead. An iteration has 128 columns, or ``units`` times 32 of 4-bit codes. ``lines`` cache
-    lines of each row of the matrix, a power of two, are requested before the kernel waits for its input."""
+    """Tile sizes and launch parameters of a product ``[rows, columns]``."""
 
     rows: int
+    """Rows of activations per tile."""
     columns: int
+    """Rows of the weight matrix per tile, gate and up together."""
     warps: int
     stages: int
+    """Pipeline stages: iterations over K whose codes are copied ahead. An iteration has 128 columns of fp8 codes."""
     units: int = 4
+    """Blocks of 32 columns per iteration over 4-bit codes."""
     lines: int = 0
+    """Cache lines of each matrix row that are prefetched before the kernel waits for its input: a power of two."""
 
-    def stage(self, form: str) -> int:
-        """Bytes of shared memory of an iteration."""
+    def stage_bytes(self, form: str) -> int:
+        """Return the shared memory of one stage."""
         step = 128 if form in ("scaled", "fp8") else 32 * self.units
         sizes = {"scaled": (1.0, 1.0), "fp8": (2.0, 1.0)}.get(form, (2.0, 0.5))
         return int(step * (self.rows * sizes[0] + self.columns * sizes[1])) + 4 * (self.rows + self.columns)
 
 
 Table = tuple[tuple[int, int, QuantizedConfig], ...]
-"""Most rows, most rows of the matrix, and their configuration. The first that fits applies."""
+"""Entries: maximum activation rows, maximum matrix rows, configuration. The first match applies."""
 ANY = 1 << 62
 SHORT = 4096
-"""Rows of a matrix that has too few tiles of 64 rows for all multiprocessors. Its programs are few, so each has more
-codes in flight: an H200 needs about 4 MB."""
+"""Maximum rows of a matrix that has too few tiles of 64 rows to fill all SMs. Each program then keeps more codes in
+flight: an H200 needs about 4 MB in flight."""
 
 _PACKED: Table = (
     (8, ANY, QuantizedConfig(8, 32, 2, 4, units=8)),
@@ -47,8 +50,8 @@ _PACKED: Table = (
     (32, ANY, QuantizedConfig(32, 32, 2, 4)),
     (ANY, ANY, QuantizedConfig(64, 32, 2, 4)),
 )
-"""4-bit codes need tiles of 32 rows and two warps: Triton then decodes them in the layout of the tensor cores, and
-otherwise moves decoded ones through shared memory."""
+"""4-bit codes use tiles of 32 rows and two warps: Triton then decodes them in the tensor cores' operand layout. With
+other tiles it moves decoded values through shared memory."""
 CONFIGS: Mapping[str, Table] = {
     "scaled": (
         (8, SHORT, QuantizedConfig(8, 32, 2, 20, lines=16)),
@@ -76,27 +79,28 @@ EXPERTS: Mapping[str, Table] = {
     "int4": _PACKED,
     "mxfp4": _PACKED,
 }
-"""The same for experts, by the mean number of pairs of an expert; the matrix rows do not matter."""
+"""Tables of routed experts. Rows are the mean number of (token, expert) pairs per expert; matrix rows are not used."""
 _RESERVED = 2048
+"""Bytes of shared memory that are not available to stages."""
 
 
 @cache
 def choose(form: str, rows: int, columns: int, device: torch.device) -> QuantizedConfig:
-    """Return the configuration for ``rows`` of activations and a matrix of ``columns`` rows."""
-    return fitting(_first(CONFIGS[form], rows, columns), form, device)
+    """Return the configuration for ``rows`` rows of activations and a matrix with ``columns`` rows."""
+    return fitting(_lookup(CONFIGS[form], rows, columns), form, device)
 
 
 @cache
 def choose_experts(form: str, pairs: int, experts: int, device: torch.device) -> QuantizedConfig:
-    """Return the configuration for ``pairs`` of tokens and experts."""
-    return fitting(_first(EXPERTS[form], -(-pairs // experts), 0), form, device)
+    """Return the configuration for ``pairs`` (token, expert) pairs over ``experts`` experts."""
+    return fitting(_lookup(EXPERTS[form], -(-pairs // experts), 0), form, device)
 
 
-def _first(table: Table, rows: int, columns: int) -> QuantizedConfig:
+def _lookup(table: Table, rows: int, columns: int) -> QuantizedConfig:
     return next(config for most, widest, config in table if rows <= most and columns <= widest)
 
 
 def fitting(config: QuantizedConfig, form: str, device: torch.device) -> QuantizedConfig:
-    """Return a configuration with as many of its stages as the device's shared memory holds."""
-    most = (shared_memory(device) - _RESERVED) // config.stage(form)
+    """Return the configuration with as many stages as fit into the device's shared memory, at least 2."""
+    most = (shared_memory(device) - _RESERVED) // config.stage_bytes(form)
     return replace(config, stages=max(min(config.stages, most), 2))

@@ -1,6 +1,6 @@
-"""MLPs of routed experts with quantized weights. Pairs and their blocks are those of ``experts``.
+"""Fused MoE with quantized weights: grouped GEMMs over (token, expert) pairs, sorted into blocks as in ``experts``.
 
-Formats are those of ``quantized_tiles``. Each block of pairs reads its expert's weight once.
+``quantized_tiles`` describes the formats. Each block of pairs reads its expert's weight once.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from attnplug_engine.kernels.quantized_tiles import product as tile_product
 from attnplug_engine.kernels.scaled_rows import scales_rows
 
 _UNSORTED_PAIRS = 16
-"""Most pairs that are multiplied separately. Few of them share an expert, and sorting would be another launch."""
+"""Maximum number of pairs that run unsorted. So few rarely share an expert, and sorting takes another launch."""
 
 
 class ExpertWeights(Protocol):
-    """Quantized weights ``[experts, N, K]``: codes, scales ``[experts, N / rows_per_scale, K / group]``."""
+    """Quantized weights of all experts: ``codes [experts, N, K]`` (packed), ``scales [experts, N / rows_per_scale, K /
+    group]``, ``shape`` ``(N, K)``."""
 
     codes: Tensor
     scales: Tensor
@@ -42,14 +43,14 @@ def _grouped_product(
     OFFSET: tl.constexpr, BIAS: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, UNITS: tl.constexpr,
     STAGES: tl.constexpr, NATIVE: tl.constexpr, SORTED: tl.constexpr, BOUNDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``out [pairs, N]`` of the rows ``x [pairs / PER_ROW, K]`` and their experts' weights.
+    """Multiply rows of ``x [pairs / PER_ROW, K]`` by their experts' weights: ``out [pairs, N]``.
 
-    An expert has ``CODES`` codes and ``SCALES`` scales: those of ``[N, K]``, or of gate and up if ``GATED``, whose rows
-    alternate in one tile. With ``BIAS`` it has a row of ``bias [EXPERTS, N or 2 * N]``. If pairs are not ``SORTED``,
-    ``order`` has their experts, and each is a block of its own.
+    ``CODES`` and ``SCALES`` are the numbers of elements per expert. If ``GATED``, the weight is ``[gate | up]``, and
+    gate and up rows alternate in a tile. ``bias`` is ``[EXPERTS, N or 2 * N]``. If pairs are not ``SORTED``, ``order``
+    holds their experts, and each pair is a block of its own.
     """
     PARTS: tl.constexpr = 2 if GATED else 1
-    if EARLY and ACTIVATED:  # the first product reads what an earlier kernel sorted, the second one only its rows
+    if EARLY and ACTIVATED:  # the first product depends on the sort kernel; the second one only on its input rows
         gdc_wait()
         gdc_launch_dependents()
     if SORTED:
@@ -103,7 +104,7 @@ def quantized_experts(
     onto: Tensor | None = None,
     config: QuantizedConfig | None = None,
 ) -> Tensor:
-    """Return the weighted sum of each token's experts, ``[tokens, hidden]``, like ``x``.
+    """Return the weighted sum of each token's expert MLPs, ``[tokens, hidden]`` in the dtype of ``x [tokens, hidden]``.
 
     See ``fused_experts`` for the arguments, and ``quantized_gemm`` for ``form``, ``group`` and ``config``.
     """

@@ -1,7 +1,7 @@
-"""Products of activations with a quantized matrix, for any number of rows. ``quantized_tiles`` describes the formats.
+"""GEMM with quantized weights, for any number of rows. ``quantized_tiles`` describes the formats.
 
-With up to 64 rows they are bound by the time to read the matrix, once. A bias, a gate and a residual need no launches
-of their own. A norm is part of scaling the rows to fp8, and is computed separately otherwise.
+Up to 64 rows it is bound by reading the matrix once. Bias, SwiGLU gate and residual are fused. An RMS norm is fused
+into the scaling of activations to fp8; for other formats it is a separate kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from attnplug_engine.kernels.quantized_tiles import prefetch, product
 from attnplug_engine.kernels.scaled_rows import scale_rows, scales_rows
 
 _BAND = 8
-"""Row tiles that are processed before the next matrix rows, so that both stay in L2."""
+"""Row tiles per band. Programs iterate over a band before the next matrix rows, so that both stay in L2."""
 
 
 @triton.jit(do_not_specialize=["rows", "columns"])
@@ -31,20 +31,20 @@ def _quantized_gemm(
     BAND: tl.constexpr, NATIVE: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, ONTO: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """``BLOCK_N`` columns of ``ROWS`` rows of the result. Rows of the gate and of ``up`` alternate in one tile."""
+    """Compute a tile ``[ROWS, BLOCK_N]`` of the result. If ``GATED``, gate and up rows alternate in a tile."""
     PARTS: tl.constexpr = 2 if GATED else 1
     if EARLY:
         gdc_launch_dependents()
     # Programs of a band of row tiles share the matrix rows of their column tile.
-    high, wide = tl.cdiv(rows, ROWS), tl.cdiv(columns, BLOCK_N)
-    band = tl.program_id(0) // (BAND * wide)
-    tall = tl.minimum(high - band * BAND, BAND)
-    inside = tl.program_id(0) % (BAND * wide)
-    first = inside // tall * BLOCK_N
+    row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, BLOCK_N)
+    band = tl.program_id(0) // (BAND * column_tiles)
+    band_tiles = tl.minimum(row_tiles - band * BAND, BAND)
+    in_band = tl.program_id(0) % (BAND * column_tiles)
+    first = in_band // band_tiles * BLOCK_N
     line = tl.arange(0, PARTS * BLOCK_N)
     # Rows behind the last repeat it and are not stored.
     number = tl.minimum(first + line // PARTS, columns - 1) + line % PARTS * columns
-    row = (band * BAND + inside % tall) * ROWS + tl.arange(0, ROWS)
+    row = (band * BAND + in_band % band_tiles) * ROWS + tl.arange(0, ROWS)
     if EARLY and LINES > 0:
         prefetch(codes, number, K if FORMAT == "scaled" or FORMAT == "fp8" else K // 2, LINES)
     if EARLY:
@@ -63,19 +63,19 @@ def _quantized_gemm(
 
 
 def supports(width: int, group: int | None) -> bool:
-    """Return True if a weight with ``width`` columns and ``group`` columns per scale can be multiplied here."""
+    """Return True if the kernel supports a weight with ``width`` columns and ``group`` columns per scale."""
     return width % 16 == 0 and (group is None or (group & (group - 1) == 0 and group >= 16))
 
 
 def words(x: Tensor) -> Tensor:
-    """Return rows of 16-bit numbers as 32-bit words. Copies rows that do not begin at a word."""
+    """View 16-bit rows as int32 ``[rows, K / 2]``. Copies rows that are not aligned to 4 bytes."""
     if x.stride(1) != 1 or x.stride(0) % 2 or x.storage_offset() % 2:
         x = x.clone(memory_format=torch.contiguous_format)
     return x.view(torch.int32)
 
 
 def prepared(x: Tensor, codes: Tensor, form: str, norm: tuple[Tensor, float] | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows, their scales and codes as ``product`` takes them in a format."""
+    """Return activations, their scales (or a dummy) and codes in the dtypes that ``product`` takes for a format."""
     if form == "scaled":
         values, factors = scale_rows(x, norm)
         return values, factors, codes

@@ -1,12 +1,12 @@
-"""Products of a tile of a quantized matrix with a tile of activations, by the format of the codes.
+"""Tile products of a quantized matrix with activations, by the format of the codes.
 
-The matrix is the first factor, so that few rows of activations still fill tiles of the tensor cores. Codes and
-activations are copied to shared memory several iterations ahead, without registers.
+The matrix is the M operand, so that tensor-core tiles are full even with few rows of activations. Codes and activations
+are copied asynchronously to shared memory, several iterations ahead.
 
-- ``scaled``: fp8 codes and activations that were scaled to fp8. Tensor cores sum the products of 128 columns; sums are
-  scaled and added in float32, because Hopper's fp8 sums have too few bits for a whole row.
-- ``int4`` and ``mxfp4``: both codes of a byte are decoded in registers, and multiplied by the even and the odd columns
-  of the activations. A group's sum is scaled, not its codes.
+- ``scaled``: fp8 codes and activations scaled to fp8. Tensor cores accumulate 128 columns; these sums are scaled and
+  added in float32, because Hopper's fp8 accumulators have too few bits for a whole row.
+- ``int4`` and ``mxfp4``: both codes of a byte are decoded in registers and multiplied by the even and the odd columns
+  of the activations. Scales are applied to the sum of a group, not to its codes.
 - ``fp8``: codes are decoded to the dtype of the activations, for GPUs before SM 89 and small groups.
 """
 
@@ -22,11 +22,12 @@ def product(
     K: tl.constexpr, GROUP: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, ONE_SCALE: tl.constexpr, FORMAT: tl.constexpr,
     UNITS: tl.constexpr, STAGES: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Return float32 ``[number, row]``: rows ``number`` of a matrix ``[N, K]`` times rows ``row`` of the activations.
+    """Return float32 ``[len(number), len(row)]``: matrix rows ``number`` times activation rows ``row``, over K.
 
-    A scale of the matrix applies to ``ROWS_PER_SCALE`` rows and ``GROUP`` columns; ``ONE_SCALE``: all of ``number``
-    have those of row ``first``. ``x_scales`` of ``scaled`` are ``[groups, x_groups]``. An iteration of ``int4`` and
-    ``mxfp4`` takes ``UNITS`` times 32 columns. ``x`` is then in 32-bit words, and with ``NATIVE`` in bfloat16.
+    A scale of the matrix ``[N, K]`` applies to ``ROWS_PER_SCALE`` rows and ``GROUP`` columns. ``ONE_SCALE``: all rows
+    ``number`` share the scales of row ``first``. ``x_scales`` of ``scaled`` are ``[groups, x_groups]``. An iteration of
+    ``int4`` and ``mxfp4`` takes ``UNITS * 32`` columns; ``x`` is passed as 32-bit words of two 16-bit values, bfloat16
+    if ``NATIVE``, else float16.
     """
     if FORMAT == "scaled":
         total = _scaled(codes, scales, x, x_scales, x_stride, x_groups, first, number, row, K, GROUP, ROWS_PER_SCALE,
@@ -40,8 +41,7 @@ def product(
 
 @triton.jit
 def prefetch(codes, number, BYTES: tl.constexpr, LINES: tl.constexpr):
-    """Request the first ``LINES`` cache lines of matrix rows of ``BYTES`` bytes, before the kernel waits for its
-    input."""
+    """Prefetch the first ``LINES`` cache lines of matrix rows of ``BYTES`` bytes to L2."""
     line = tl.minimum(tl.arange(0, LINES) * 128, BYTES - 1)
     at = codes.to(tl.pointer_type(tl.uint8)) + number.to(tl.int64)[:, None] * BYTES + line[None, :]
     tl.inline_asm_elementwise(
@@ -88,7 +88,7 @@ def _packed(
     K: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Two codes in a byte. Every row has its own scales."""
+    """Multiply by 4-bit codes, two per byte. Each row has its own scales."""
     BYTES: tl.constexpr = K // 2
     WIDTH: tl.constexpr = (K + GROUP - 1) // GROUP
     TYPE: tl.constexpr = tl.bfloat16 if NATIVE else tl.float16
@@ -120,7 +120,7 @@ def _packed(
 
 @triton.jit
 def _scale(found):
-    """Return scales in float32. UE8M0 is the exponent of a float32."""
+    """Convert scales to float32. A UE8M0 byte is the exponent of a float32."""
     if found.dtype == tl.uint8:
         found = (found.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     return found.to(tl.float32)
@@ -130,7 +130,7 @@ def _scale(found):
 def _nibbles(both, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
     """Decode the lower and the upper code of each byte to float16; to bfloat16 if ``NATIVE``, four bytes at a time."""
     if NATIVE and FORMAT == "int4":
-        # 0x4300 plus a code is 128 plus its number in bfloat16; 136 is subtracted.
+        # 0x4300 + code is 128 + code in bfloat16; subtract 136 for a value from -8 to 7.
         low, high = tl.inline_asm_elementwise(
             """
             {
@@ -153,7 +153,7 @@ def _nibbles(both, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
             "=&r,=&r,=&r,=&r,r", [both], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
         )  # fmt: skip
     elif NATIVE:
-        # A code's bits, moved to those of a bfloat16, are its value times 2 ** -126.
+        # A code's bits, shifted into a bfloat16, are its value times 2 ** -126.
         low, high = tl.inline_asm_elementwise(
             """
             {
@@ -206,7 +206,7 @@ def _decoded(
     codes, scales, x, x_stride, number, row,
     K: tl.constexpr, GROUP: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """fp8 codes as bytes, moved into the bits of a float16: before SM 89 there is no conversion from fp8."""
+    """Multiply by fp8 codes, decoded by shifting their bits into a float16: GPUs before SM 89 cannot convert fp8."""
     STEP: tl.constexpr = 128
     COUNT: tl.constexpr = STEP // GROUP if GROUP < STEP else 1
     WIDTH: tl.constexpr = (K + GROUP - 1) // GROUP

@@ -1,4 +1,4 @@
-"""Activations scaled to fp8 for products with fp8 weights, each row in groups of 128 columns."""
+"""Quantization of activations to fp8 for GEMMs with fp8 weights: one scale per row and 128 columns."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from attnplug_engine.kernels import launch_options
 GROUP = 128
 """Columns with one scale."""
 _GROUPS_AT_ONCE = 8
+"""Groups per program, unless it norms a whole row."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -22,8 +23,8 @@ def _scale_rows(
     x, gain, codes, scales, rows, x_stride, eps,
     K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Scale ``GROUPS`` groups of one row to fp8; all of them if the row is normed first. ``scales`` are ``[groups,
-    rows]``."""
+    """Scale ``GROUPS`` groups of one row to fp8, all of them if ``NORM``. Writes ``codes [rows, K]`` and ``scales
+    [groups, rows]``."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -63,10 +64,10 @@ def scale_rows(x: Tensor, norm: tuple[Tensor, float] | None = None) -> tuple[Ten
 
 @cache
 def multiplies_fp8(device: torch.device) -> bool:
-    """Return True if tensor cores take fp8: SM 89 and newer. An interpreter does, too."""
+    """Return True if tensor cores multiply fp8: on SM 89 and newer, and in Triton's interpreter."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def scales_rows(form: str, group: int | None, device: torch.device) -> bool:
-    """Return True if products with codes of a format, and ``group`` columns per scale, take scaled activations."""
+    """Return True if activations are scaled to fp8 for codes of format ``form`` with ``group`` columns per scale."""
     return form == "fp8" and (group is None or group % GROUP == 0) and multiplies_fp8(device)

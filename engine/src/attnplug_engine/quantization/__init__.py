@@ -1,1 +1,1 @@
-"""Quantized weights: one module per scheme, loaded as stored and multiplied without a copy in a wider dtype."""
+"""Quantized weights, one module per scheme. They are kept as stored and never dequantized as a whole."""

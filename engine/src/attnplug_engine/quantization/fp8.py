@@ -1,4 +1,4 @@
-"""fp8 e4m3 weights: in blocks with a scale each, or with a scale per row or per tensor."""
+"""fp8 e4m3 weights with scales per block, per output channel or per tensor."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _LARGEST = 448.0
 _SINGLE = ((), (1,), (1, 1))
 """Shapes of a scale per tensor."""
 _VALUES = {"fmt": ("e4m3",), "activation_scheme": ("dynamic", "static"), "scale_fmt": ("float", "ue8m0")}
-"""Known values of other keys of ``fp8``."""
+"""Allowed values of further keys of ``quant_method`` ``fp8``."""
 _STATIC = ("input_scale", "activation_scale")
-"""Static activation scales. Products take activations as they are, or scale each token's by its maximum."""
+"""Static activation scales. Not used: activations are scaled dynamically per token, or not at all."""
 
 
 class Fp8(Scheme):
-    """Base class: one code per column."""
+    """Base class of fp8 schemes: one code per column."""
 
     code_kinds = frozenset({"F8_E4M3"})
     code_dtype = torch.float8_e4m3fn
     kernel = "fp8"
     scale_names = ("weight_scale_inv", "weight_scale", "scale")
-    """Both names of the scale mean a factor of the code: ``inv`` is the inverse of the quantizer's."""
+    """All names mean the factor of a code: ``inv`` refers to the inverse of the quantizer's scale."""
     scale_kinds = FLOAT_SCALES | EXPONENT_SCALES
     unused = _STATIC
 
@@ -41,8 +41,8 @@ class Fp8(Scheme):
 
 
 class Fp8Blocks(Fp8):
-    """A scale per block of rows and columns, 128 × 128 in every published model; products scale each token's groups of
-    128 activations."""
+    """One scale per block of rows and columns, 128 × 128 in every published model. Activations have one scale per token
+    and 128 columns."""
 
     title = "fp8 e4m3 blocks (`fp8` with `weight_block_size`; `compressed-tensors` `float-quantized`, `block`)"
     published = "DeepSeek-V3, R1, V3.1, V3.2, Kimi-K2, MiniMax-M2, Qwen3-FP8; V4 except its experts"
@@ -81,7 +81,7 @@ class Fp8Blocks(Fp8):
 
 
 class Fp8Channels(Fp8):
-    """A scale per output row or one per tensor; products scale each token's activations."""
+    """One scale per output channel or per tensor. Activations are scaled dynamically."""
 
     title = "fp8 e4m3 per channel or tensor (`compressed-tensors` `float-quantized`; `fp8` without blocks)"
     published = "Llama and Qwen FP8 by RedHatAI, Mistral's FP8"

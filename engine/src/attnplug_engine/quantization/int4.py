@@ -1,4 +1,4 @@
-"""int4 weights in groups of columns, eight in an int32: ``pack-quantized`` of compressed-tensors."""
+"""int4 weights with group scales, eight codes per int32: ``pack-quantized`` of compressed-tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INTEGERS = frozenset({"I64", "I32"})
 
 
 class Int4Groups(Scheme):
-    """Codes 0 to 15 stand for -8 to 7. A scale per row and group of columns; activations are not quantized."""
+    """Codes 0 to 15 stand for -8 to 7, with one scale per row and group of columns. Activations are not quantized."""
 
     title = "int4 groups (`compressed-tensors` `pack-quantized`, symmetric)"
     published = "Kimi-K2-Thinking, K2.5; w4a16 by RedHatAI"

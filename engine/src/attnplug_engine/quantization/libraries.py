@@ -1,8 +1,8 @@
-"""Products of many rows by DeepGEMM, if it is installed.
+"""fp8 GEMMs with many rows by DeepGEMM, if it is installed.
 
-It is checked once on its device with a small product before it is used, because layouts of scales differ between
-versions and GPUs. cuBLAS answers ``CUBLAS_STATUS_NOT_SUPPORTED`` to ``torch._scaled_mm`` with scales of blocks on an
-H200 (torch 2.11), so torch's product is not used.
+A small product is checked once per device before DeepGEMM is used, because layouts of scales differ between versions
+and GPUs. ``torch._scaled_mm`` is not used: with block scales, cuBLAS returns ``CUBLAS_STATUS_NOT_SUPPORTED`` on an H200
+(torch 2.11).
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from torch import Tensor
 Product = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Multiplies fp8 ``[rows, K]`` with its scales by fp8 ``[N, K]`` with its scales: bfloat16 ``[rows, N]``."""
 FEWEST_ROWS = 65
+"""Minimum rows for which the library is used."""
 _BLOCK = 128
 
 
 def deep_gemm_blocks(x: Tensor, x_scales: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    """DeepGEMM: scales ``[rows, K / 128]`` and ``[N / 128, K / 128]`` float32."""
+    """Multiply by DeepGEMM. Scales are float32 ``[rows, K / 128]`` and ``[N / 128, K / 128]``."""
     out = torch.empty(x.shape[0], codes.shape[0], dtype=torch.bfloat16, device=x.device)
     import_module("deep_gemm").fp8_gemm_nt((x, x_scales.contiguous()), (codes, scales), out)
     return out
@@ -37,7 +38,7 @@ def block_product(device: torch.device) -> Product | None:
 
 
 def works(product: Product, device: torch.device) -> bool:
-    """Return True if a library's product of random codes with random scales is right."""
+    """Return True if a library multiplies random codes with random scales correctly."""
     rows, outputs, width = 256, 256, 512
     random = torch.Generator(device).manual_seed(0)
 

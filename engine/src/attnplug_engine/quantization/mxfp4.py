@@ -1,4 +1,4 @@
-"""MXFP4 weights: e2m1 codes, two in a byte, with a power of two per 32 columns."""
+"""MXFP4 weights: e2m1 codes, two per byte, with a power-of-two scale (UE8M0) per 32 columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Mxfp4(Scheme):
-    """The first column of a byte is in its lower half. Activations are not quantized."""
+    """MXFP4. The first column of a byte is in its low nibble. Activations are not quantized."""
 
     title = "MXFP4 (experts of `mxfp4`, and of `fp8` with FP4 codes; `compressed-tensors` `mxfp4-pack-quantized`)"
     published = "gpt-oss, DeepSeek-V4 (experts), Kimi-K3"

@@ -1,4 +1,4 @@
-"""Interface of quantization schemes, and the weight that a scheme loads and multiplies."""
+"""Base class of quantization schemes, and the module that holds a quantized weight."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MOST_DECODED = 1 << 22
 
 
 class ModuleTensors(Protocol):
-    """Tensors of one module in a checkpoint, by their last name."""
+    """Tensors of one module in a checkpoint, by the last part of their names."""
 
     def stored(self, name: str) -> StoredTensor | None:
         """Return the dtype and shape of a tensor; None if there is none."""
@@ -41,7 +41,7 @@ class ModuleTensors(Protocol):
         rows: slice | None = None,
         columns: slice | None = None,
     ) -> Tensor:
-        """Return a part of a tensor ``shape`` of one of the dtypes ``kinds``. It must not be written to."""
+        """Return ``rows`` and ``columns`` of a tensor, read-only. It must have ``shape`` and a dtype in ``kinds``."""
         ...
 
     def skip(self, name: str) -> None:
@@ -70,7 +70,7 @@ class WeightFormat:
 
 
 class Scheme(ABC):
-    """A way to store weights ``[out, in]`` in few bits: codes ``[out, in / per_code]``, and scales.
+    """Storage format of a quantized weight ``[out, in]``: codes ``[out, in / per_code]``, and scales.
 
     A scale applies to ``rows_per_scale`` rows and ``group`` columns (None: all columns). To add a scheme, write a
     module with a subclass and add it to ``SCHEMES``. A subclass sets the class attributes and implements
@@ -98,7 +98,7 @@ class Scheme(ABC):
 
     @property
     def column_unit(self) -> int:
-        """Columns that cannot be divided among ranks."""
+        """Columns per unit: ranks divide a weight between units only."""
         return max(self.group or 1, self.per_code)
 
     @classmethod
@@ -197,9 +197,10 @@ class Scheme(ABC):
         return scales.to(self.scale_dtype)
 
     def check_vanishing(self, tensors: ModuleTensors, name: str, codes: Tensor, scales: Tensor, first: int = 0) -> None:
-        """Raise CheckpointError if scales turn codes ``[rows, …]`` into zero. ``first`` is the first row in its block.
+        """Raise CheckpointError if nonzero codes ``[rows, …]`` have vanishing scales.
 
-        UE8M0 has no zero: zeroed scales read as 2 ** -127. Quantizers write that for blocks of zeros only.
+        ``first`` is the index of the first row in its block of scales. UE8M0 has no zero: zeroed scales read as
+        2 ** -127, which quantizers write for blocks of zeros only.
         """
         least = 1 if scales.dtype is torch.uint8 else _LEAST_SCALE
         tiny = scales < least
@@ -254,7 +255,7 @@ class Scheme(ABC):
 
     @staticmethod
     def finish(out: Tensor, bias: Tensor | None, gated: bool, onto: Tensor | None) -> Tensor:
-        """Apply bias, gate and sum of ``multiply`` to a product."""
+        """Apply bias, SwiGLU gate and residual to a product, as ``multiply`` does."""
         if bias is not None:
             out = out.add_(bias)
         if gated:
@@ -296,7 +297,7 @@ class Scheme(ABC):
 
 
 class QuantizedWeight(nn.Module):
-    """A weight ``[out, in]`` on its device as it is stored, or the weights ``[experts, out, in]`` of experts.
+    """Quantized weight ``[out, in]`` on its device as stored, or weights ``[experts, out, in]`` of all experts.
 
     ``codes`` are ``[..., out, in / per_code]``. ``scales`` are ``[..., out / rows_per_scale, in / group]``; their
     number of rows differs from the scheme's if parts of blocks were stacked.
@@ -311,9 +312,9 @@ class QuantizedWeight(nn.Module):
         self.register_buffer("_scales", scales, persistent=False)
         self.shape = (codes.shape[-2], codes.shape[-1] * scheme.per_code)
         self.on_gpu = False
-        """True if the kernels multiply it."""
+        """True if the Triton kernels support it."""
         self.library: Product | None = None
-        """Product for many rows. Chosen here, because a product that is captured cannot be checked."""
+        """Library function for many rows. Chosen here, because it cannot be checked during graph capture."""
         if usable(codes.device):
             from attnplug_engine.kernels.quantized_gemm import supports
             from attnplug_engine.kernels.scaled_rows import scales_rows
@@ -324,7 +325,7 @@ class QuantizedWeight(nn.Module):
                 self.library = block_product(codes.device)
 
     def takes(self, x: Tensor) -> bool:
-        """Return True if the kernels multiply ``x``."""
+        """Return True if the Triton kernels support ``x``."""
         return self.on_gpu and x.dim() == 2 and x.element_size() == 2
 
     def expert(self, index: int) -> QuantizedWeight:

@@ -1,1 +1,1 @@
-"""Recording of the Triton kernels that an engine launches at start-up, on a GPU without memory."""
+"""Recording of the Triton kernels that an engine launches at start-up, on a fake GPU (shapes without memory)."""

@@ -1,4 +1,4 @@
-"""Process of ``compile_ahead``: start an engine on a fake GPU, and compile the kernels that it launches."""
+"""Subprocess of ``compile_ahead``: start an engine on a fake GPU, and compile the kernels that it launches."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from attnplug_engine.graphs import prefill
 from attnplug_engine.options import EmbedOptions
 from attnplug_engine.prepare import Prepared, prepare
 from attnplug_engine.recording.fake_gpu import fake_gpu
-from attnplug_engine.recording.triton_kernels import CompilePool, record_launches, take_over_output, write_report
+from attnplug_engine.recording.triton_kernels import CompilePool, json_lines, record_launches, redirect_stdout
 from attnplug_engine.serving import start_up
 
 
 def main() -> None:
-    """Read a pickled request from standard input; write a JSON line per kernel to standard output."""
+    """Read a pickled ``AheadRequest`` from standard input; write events as JSON lines to standard output."""
     request: AheadRequest = pickle.load(sys.stdin.buffer)
-    report = write_report(take_over_output())
+    report = json_lines(redirect_stdout())
     pool, names = CompilePool(request.workers, report), []
 
     def found(name: str, compile_kernel: Any) -> None:
@@ -46,9 +46,9 @@ def main() -> None:
 def start(request: AheadRequest) -> None:
     """Start the requested engine or embedder on the fake GPU."""
     with fake_gpu(request.gpu):
-        parallel, options = _OneOfMany(request.ranks), replace(request.options, device="cuda")
-        for owner, name, instead in _REPLACED:
-            setattr(owner, name, instead)
+        parallel, options = _FirstRank(request.ranks), replace(request.options, device="cuda")
+        for owner, name, replacement in _REPLACED:
+            setattr(owner, name, replacement)
         if isinstance(options, EmbedOptions):
             engine.Embedder(request.model, options, parallel=parallel)
         else:
@@ -56,19 +56,19 @@ def start(request: AheadRequest) -> None:
 
 
 def _capture(run: Callable[[], None]) -> Callable[[], None]:
-    """Capture a function by running it once: further runs would launch the same kernels."""
+    """Run a function once instead of capturing it: a warm-up and a capture would launch the same kernels."""
     run()
     return run
 
 
 def _seconds(run: Callable[[], None], _device: object, *, waits: bool) -> float:
-    """Time a function by running it once; every prefill size is then captured."""
+    """Run a function once instead of timing it. With equal times no graph is dropped."""
     run()
     return 0.0
 
 
 def _prepare_few_layers(model: str, options: Any, *args: Any, **named: Any) -> Prepared:
-    """Prepare a model from its config, without layers that launch the same kernels as an earlier one."""
+    """Prepare a model with random weights, without layers that launch the same kernels as an earlier layer."""
     prepared = prepare(model, replace(options, random_weights=True), *args, **named)
     if options.speculation is None:  # drafts count the target's layers
         module = prepared.loaded.module
@@ -78,7 +78,7 @@ def _prepare_few_layers(model: str, options: Any, *args: Any, **named: Any) -> P
 
 
 def _kernel_shape(layer: nn.Module) -> tuple[object, ...]:
-    """Return what kernels of a layer depend on: its modules, the shapes of its weights, its attention."""
+    """Return a key of the kernels that a layer launches: its modules, weight shapes and attention specs."""
     modules = [(type(part).__name__, *_attention_of(part)) for part in layer.modules()]
     weights = [(name, tuple(value.shape), value.dtype) for name, value in layer.state_dict().items()]
     return (*modules, *weights)
@@ -88,8 +88,8 @@ def _attention_of(module: nn.Module) -> list[LayerSpec]:
     return [replace(value, layer_id=0) for value in vars(module).values() if isinstance(value, LayerSpec)]
 
 
-class _OneOfMany:
-    """The first of several ranks, without the others."""
+class _FirstRank:
+    """Rank 0 of ``size`` ranks. Collectives return tensors of the right shape without communication."""
 
     rank = 0
 
@@ -109,7 +109,7 @@ _REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (start_up, "GraphCapture", lambda _device: _capture),
     (prefill, "_seconds", _seconds),
 )
-"""Functions that a recorded start-up calls by other ones."""
+"""Functions to replace in a recorded start-up: owner, name, replacement."""
 
 
 if __name__ == "__main__":

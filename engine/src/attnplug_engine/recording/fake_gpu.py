@@ -1,4 +1,4 @@
-"""Fake GPU: tensors have shapes but no memory, and numbers that the host reads are 1, or 0.5 if they are floats.
+"""Fake GPU: tensors have shapes but no memory. Values that the host reads are 1, or 0.5 for floats.
 
 Steps never wait for the device (E1), so which kernels they launch depends on shapes alone. A start-up on this GPU
 launches the kernels of a real one. It needs no CUDA device and no CUDA build of torch.
@@ -29,24 +29,25 @@ _READS: dict[Any, Callable[[Any], Any]] = {
     Tensor.__float__: lambda values: 0.0,
     torch.equal: lambda values: True,
 }
-"""Functions that return values of a tensor, and what they return of these numbers. Durations are divided by."""
+"""Functions that read a tensor on the host, and their results for a NumPy array of ones (or 0.5). Values are not zero,
+because durations are divisors."""
 _NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.uint8: np.uint8, torch.bool: np.bool_}
 
 
 @contextmanager
 def fake_gpu(gpu: GPU) -> Iterator[None]:
-    """Make ``cuda`` this GPU. It patches ``torch.cuda`` for good, so call it in a process of its own."""
+    """Run torch code for ``cuda`` on a fake ``gpu``. Patches ``torch.cuda`` permanently: use it in a subprocess."""
     _patch_cuda(gpu)
     with ExitStack() as modes:
-        modes.enter_context(warnings.catch_warnings(action="ignore"))  # each data pointer is warned of
+        modes.enter_context(warnings.catch_warnings(action="ignore"))  # data_ptr() of a fake tensor warns
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        modes.enter_context(_ShapesOnly())
+        modes.enter_context(_FakeOperations())
         yield
 
 
 def _patch_cuda(gpu: GPU) -> None:
     properties = SimpleNamespace(**gpu.properties)
-    answers: Mapping[str, Any] = {
+    results: Mapping[str, Any] = {
         "is_available": False,  # otherwise torch would open the device
         "device_count": 1,
         "current_device": 0,
@@ -57,22 +58,22 @@ def _patch_cuda(gpu: GPU) -> None:
         "memory_allocated": 0,
         "empty_cache": None,
         "synchronize": None,
-        "current_stream": _Nothing(),
+        "current_stream": _NoOp(),
         "graph_pool_handle": (0, 0),
         "is_current_stream_capturing": False,
         "stream": nullcontext(),
         "graph": nullcontext(),
     }
-    for name, value in answers.items():
+    for name, value in results.items():
         setattr(torch.cuda, name, _returning(value))
-    torch.cuda.Event = torch.cuda.Stream = torch.cuda.CUDAGraph = torch.Generator = _Nothing  # type: ignore
+    torch.cuda.Event = torch.cuda.Stream = torch.cuda.CUDAGraph = torch.Generator = _NoOp  # type: ignore
 
 
 def _returning(value: Any) -> Callable[..., Any]:
     return lambda *_args, **_named: value
 
 
-class _Nothing:
+class _NoOp:
     """Stream, event, graph or generator whose methods do nothing."""
 
     cuda_stream = 0
@@ -87,9 +88,9 @@ class _Nothing:
         return lambda *_args, **_named: self
 
 
-class _ShapesOnly(TorchFunctionMode):
-    """Replaces what fake tensors cannot do: reading values, copies between devices, and what torch's bindings refuse
-    for ``cuda`` in a CPU build (indexing, ``contiguous``, ``~``)."""
+class _FakeOperations(TorchFunctionMode):
+    """Implements what fake tensors do not support: reading values, copies between devices, and operations that torch's
+    bindings refuse for ``cuda`` in a CPU build (indexing, ``contiguous``, ``~``)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {name: value for name, value in (kwargs or {}).items() if name not in ("generator", "pin_memory")}
@@ -121,7 +122,7 @@ class _ShapesOnly(TorchFunctionMode):
 
 
 def _moved(func: Any, tensor: Tensor, *args: Any, **named: Any) -> Tensor:
-    """Return the result of ``to`` and the like: new memory on another device, a cast on the same one."""
+    """Return the result of ``to``, ``cpu`` or ``cuda``: a new tensor on another device, a cast on the same one."""
     device, dtype = named.get("device"), named.get("dtype")
     if func is not Tensor.to:
         device = "cpu" if func is Tensor.cpu else "cuda"
@@ -140,7 +141,7 @@ def _moved(func: Any, tensor: Tensor, *args: Any, **named: Any) -> Tensor:
 
 
 def _indexed(tensor: Tensor, index: Any) -> Tensor:
-    """Return ``tensor[index]`` with the shape, strides and offset of the real one."""
+    """Return ``tensor[index]`` with the shape, strides and offset that a real tensor would have."""
     shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     each = index if isinstance(index, tuple) else (index,)
     if any(isinstance(part, Tensor | list) for part in each):

@@ -1,4 +1,4 @@
-"""Compilation of the Triton kernels that this process launches, in forked processes and without launching them."""
+"""Interception of Triton launches: kernels are compiled in forked processes instead of being launched."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
 Report = Callable[[Mapping[str, object]], None]
+"""Reports an event to the parent process."""
 
 
 class CompilePool:
@@ -65,9 +66,9 @@ class CompilePool:
 
 
 def record_launches(target: tuple[str, Any, int], found: Callable[[str, Callable[[], object]], None]) -> None:
-    """From now on, call ``found(name, compile)`` once for every variant of a kernel that is launched, and launch none.
+    """Call ``found(name, compile)`` for each new kernel variant instead of launching it.
 
-    All configurations of an autotuned kernel are variants. It patches Triton for good.
+    All configurations of an autotuned kernel are variants. Patches Triton permanently.
     """
     driver.set_active(_Driver(GPUTarget(*target)))
 
@@ -91,7 +92,7 @@ def record_launches(target: tuple[str, Any, int], found: Callable[[str, Callable
 
 
 class _NotLaunched:
-    """Stands for a compiled kernel; its launch does nothing."""
+    """Stand-in for a compiled kernel. Its launch does nothing."""
 
     function = packed_metadata = None
 
@@ -103,7 +104,7 @@ class _NotLaunched:
 
 
 class _Driver:
-    """Triton's driver of a GPU that is not there."""
+    """Triton driver for a GPU that the machine does not have."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
@@ -118,8 +119,9 @@ class _Driver:
         return 0
 
 
-def write_report(descriptor: int) -> Report:
-    """Return a report that writes a JSON line. A line that fits a pipe's buffer is not mixed with another one's."""
+def json_lines(descriptor: int) -> Report:
+    """Return a ``Report`` that writes JSON lines. Lines are shorter than PIPE_BUF, so lines of several
+    processes do not interleave."""
 
     def write(values: Mapping[str, object]) -> None:
         os.write(descriptor, (json.dumps(values)[:4000] + "\n").encode())
@@ -127,9 +129,9 @@ def write_report(descriptor: int) -> Report:
     return write
 
 
-def take_over_output() -> int:
-    """Return a descriptor of standard output, and send what is printed from now on to standard error."""
+def redirect_stdout() -> int:
+    """Redirect standard output to standard error; return a descriptor of the original standard output."""
     sys.stdout.flush()
-    reports = os.dup(1)
+    original = os.dup(1)
     os.dup2(2, 1)
-    return reports
+    return original

@@ -1,4 +1,4 @@
-"""Embedding of prompts: their steps, and the pooling of their hidden states."""
+"""Embedding of prompts: batching, forward steps, and pooling of hidden states."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class EmbeddingLoop:
             except torch.OutOfMemoryError:
                 if sum(map(len, prompts)) <= STEP_TOKENS:
                     raise
-                # Prompts of this length do not fit, so none of them will wait for a compiler.
+                # Prompts of this length do not fit, so their kernels are never needed.
         self._runner.backend_usage.clear()
 
     def stream(self, prompts: Sequence[tuple[int, ...]]) -> Iterator[Embedding]:
@@ -148,7 +148,7 @@ class EmbeddingLoop:
             return
         vectors = torch.stack([gathered.pop(request.id) for request in requests])
         if not vectors.is_floating_point():
-            vectors = vectors.double().mul_(_MEAN_STEP)
+            vectors = vectors.double().mul_(_FIXED_POINT)
         if self._rules.pooling is Pooling.MEAN:
             lengths = torch.tensor([len(request.prompt) for request in requests], device=vectors.device)
             vectors = vectors / lengths.unsqueeze(1)
@@ -189,13 +189,13 @@ def _gather(pooling: Pooling, before: Tensor | None, rows: Tensor) -> Tensor:
     return total if before is None else before + total
 
 
-_MEAN_STEP = 2.0**-32
-"""Resolution of a mean under ``batch_invariant``. A sum overflows at 2**31."""
+_FIXED_POINT = 2.0**-32
+"""Fixed-point resolution of mean pooling under ``batch_invariant``. An int64 sum overflows at 2**31."""
 
 
 def _gather_exactly(pooling: Pooling, before: Tensor | None, rows: Tensor) -> Tensor:
-    """Update the pooled state like ``_gather``; a sum is int64, in steps, so its order does not matter."""
+    """Update the pooled state like ``_gather``. Sums are fixed-point int64, so their order does not change a bit."""
     if pooling is not Pooling.MEAN:
         return _gather(pooling, before, rows)
-    steps = rows.double().div_(_MEAN_STEP).round_().long().sum(0)
-    return steps if before is None else before + steps
+    total = rows.double().div_(_FIXED_POINT).round_().long().sum(0)
+    return total if before is None else before + total

@@ -128,13 +128,13 @@ def _graph_bytes(
     prefills: Sequence[int] = ()
     if options.captures_prefills:
         prefills = options.cuda_graph_prefill_sizes or default_prefill_sizes(planned.max_step_tokens)
-    hidden, inner, vocab = (_whole(config.get(key)) for key in ("hidden_size", "intermediate_size", "vocab_size"))
+    hidden, inner, vocab = (_int_or_zero(config.get(key)) for key in ("hidden_size", "intermediate_size", "vocab_size"))
     activations = max((*batches, *prefills)) * (6 * hidden + 2 * inner) * dtype.itemsize
     logits = max(batches) * vocab * 3 * torch.float32.itemsize
     return activations + logits + (len(batches) + len(prefills)) * layers * _GRAPH_LAYER_BYTES
 
 
-def _whole(value: object) -> int:
+def _int_or_zero(value: object) -> int:
     return value if isinstance(value, int) else 0
 
 

@@ -1,4 +1,4 @@
-"""The loop that runs a scheduler's steps and hands out their tokens."""
+"""Step loop: runs a scheduler's steps and delivers their tokens."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class StepLoop:
     def abort(self, request: Request) -> None:
         """End a request now; it keeps the tokens that it has."""
         self._leaving.append(request)
-        if not self._stepping:  # true if an iterator is garbage collected within a step
+        if not self._stepping:  # a garbage-collected iterator may call this within a step
             self._abort_leaving()
             self._drop_unwanted()
 

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from attnplug import UsageError
 from attnplug.hf.config_keys import show
 
-_FINE = (1, 2, 4, 8, 12, 16, 24, 32)
+_SMALL_BATCHES = (1, 2, 4, 8, 12, 16, 24, 32)
 LARGEST_DEFAULT = 512
+"""Largest batch size that is captured by default."""
 _PREFILLS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
 
 def default_sizes(max_batch: int) -> tuple[int, ...]:
     """Return batch sizes up to and including ``max_batch``. From 8 requests on, at most half of a batch is padding."""
-    sizes, top = list(_FINE), min(max_batch, LARGEST_DEFAULT)
+    sizes, top = list(_SMALL_BATCHES), min(max_batch, LARGEST_DEFAULT)
     while sizes[-1] < top:
         sizes.append(sizes[-1] + max(16, sizes[-1] // 4 // 16 * 16))
     return tuple(sorted({size for size in sizes if size < top} | {top}))
@@ -30,15 +31,17 @@ def default_prefill_sizes(max_tokens: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SizeOption:
-    """A setting that lists capture sizes: the setting that turns its graphs off, its words for one size and several,
-    and the phrase for what the setting ``limit`` bounds."""
+    """Setting that lists capture sizes, with the words of its error messages."""
 
     name: str
     off: str
+    """Setting that turns these graphs off."""
     one: str
     several: str
     bounded: str
+    """Phrase with the maximum in place of ``{}``."""
     limit: str
+    """Setting that determines the maximum."""
 
     def check(self, sizes: Collection[int], most: int, limit: str | None = None) -> tuple[int, ...]:
         """Return the requested sizes, smallest first. ``limit`` names the setting that implies ``most``, if it is

@@ -12,7 +12,7 @@ from attnplug import ModelSpec, UsageError
 from attnplug.hf.config_keys import show
 
 _BUFFER_TIMES_TOPK = 2
-_HOST_SHARE = 0.8
+_HOST_SHARE = 0.8  # of free host memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,24 +31,24 @@ class HiSparseConfig:
             try:
                 given = json.loads(given)
             except ValueError as error:
-                raise _wrong(
+                raise _error(
                     f'{show(given)} is not JSON: {error}; write it like {{"device_buffer_size": 4096}}'
                 ) from None
         if given is None:
             return cls()
         known = [field.name for field in fields(cls)]
         if not isinstance(given, Mapping):
-            raise _wrong(f"is {show(given)}; give an object with any of {', '.join(known)}")
+            raise _error(f"is {show(given)}; give an object with any of {', '.join(known)}")
         if unknown := sorted(set(given) - set(known)):
             topk = "; top_k is the model's own" if "top_k" in unknown else ""
-            raise _wrong(f"has {', '.join(map(repr, unknown))}; its keys are {', '.join(known)}{topk}")
+            raise _error(f"has {', '.join(map(repr, unknown))}; its keys are {', '.join(known)}{topk}")
         config = cls(**given)
         rows, memory = config.device_buffer_size, config.host_memory_gib
         if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
-            raise _wrong(f"has a device_buffer_size of {show(rows)}; give a number of rows")
+            raise _error(f"has a device_buffer_size of {show(rows)}; give a number of rows")
         number = isinstance(memory, int | float) and not isinstance(memory, bool)
         if memory is not None and not (number and 0 < memory < math.inf):
-            raise _wrong(f"has a host_memory_gib of {show(memory)}; give a number above 0")
+            raise _error(f"has a host_memory_gib of {show(memory)}; give a number above 0")
         return config
 
     def buffer_size(self, spec: ModelSpec, nodes: int) -> int:
@@ -65,5 +65,5 @@ class HiSparseConfig:
         return int(free * _HOST_SHARE) // ranks
 
 
-def _wrong(what: str) -> UsageError:
-    return UsageError(f"`hisparse_config` {what}", settings=["hisparse_config"])
+def _error(problem: str) -> UsageError:
+    return UsageError(f"`hisparse_config` {problem}", settings=["hisparse_config"])

@@ -8,14 +8,14 @@ from attnplug import UsageError
 
 
 class Pooling(StrEnum):
-    """Pooling of a prompt's hidden states, behind the model's last norm, to one vector."""
+    """Pooling of a prompt's final hidden states (after the last norm) to one vector."""
 
     LAST = "last"
-    """The last token's: the only one that attends to all others."""
+    """The last token's state, which is the only one that attends to all tokens."""
     MEAN = "mean"
     """The mean over all tokens."""
     FIRST = "first"
-    """The first token's (CLS)."""
+    """The first token's state (CLS)."""
 
     @classmethod
     def parse(cls, text: str, option: str) -> Pooling:
