@@ -24,7 +24,7 @@ CODED_TOLERANCE = 2e-2
 
 def small(rows: int, requests: int, kv_heads: int, format: int) -> MHAKernelConfig:
     """Short steps and low tiles, so that small batches have many of both; merged in both ways."""
-    merge: Merge = "inside" if requests % 2 else "apart"
+    merge: Merge = "fused" if requests % 2 else "separate"
     tile = 16 if rows <= 16 else 64
     return MHAKernelConfig(tile, 16, 4, 2, programs=2, single=requests > 2, merge=merge, overlap=False)
 

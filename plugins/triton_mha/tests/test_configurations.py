@@ -85,11 +85,11 @@ class TestWhoMerges:
             ((8, 4, 64), 16, 1),
         ],
     )
-    def test_a_kernel_apart_merges_many_parts(self, heads, requests, new):
+    def test_a_separate_kernel_merges_many_parts(self, heads, requests, new):
         made = a_schedule(heads, requests, new)
-        assert made.apart is not None
-        cut, group = made.apart.config, heads[1]
-        assert len(made.apart.tiles) == requests * -(-new * group // made.configuration.tile)
+        assert made.separate_merge is not None
+        cut, group = made.separate_merge.config, heads[1]
+        assert len(made.separate_merge.tiles) == requests * -(-new * group // made.configuration.tile)
         assert cut.parts * cut.columns <= 64 * 32 * cut.warps and cut.warps <= 4 and cut.columns <= heads[2]
 
     @pytest.mark.parametrize(
@@ -104,10 +104,10 @@ class TestWhoMerges:
         ids=["many requests", "not divided", "long prompts", "a short window", "different rows"],
     )
     def test_one_program_merges_few(self, heads, requests, new, more):
-        assert a_schedule(heads, requests, new, **more).apart is None
+        assert a_schedule(heads, requests, new, **more).separate_merge is None
 
     def test_all_parts_of_one_request_are_loaded_at_once_and_by_all_multiprocessors(self):
-        cut = a_schedule((2, 8, 256), 1, 1).apart.config
+        cut = a_schedule((2, 8, 256), 1, 1).separate_merge.config
         assert cut.parts >= 132 and 16 * 256 // cut.columns >= 120
 
 
@@ -142,12 +142,12 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
         (90, 8000, 1, "bf16", 64, 16, {"window": 100}),
         (80, 64, 1, "fp16", 128, 16, {"tree": True}),
         (90, 16, 1, "bf16", 128, 64, {"tree": True, "extras": True}),
-        (90, 8000, 1, "bf16", 128, 64, {**fp8, "apart": True}),
+        (90, 8000, 1, "bf16", 128, 64, {**fp8, "separate_merge": True}),
         (100, 4, 256, "bf16", 128, 1, {"extras": True}),
-        (89, 4, 16, "bf16", 128, 64, {**by_row, "apart": True}),
+        (89, 4, 16, "bf16", 128, 64, {**by_row, "separate_merge": True}),
         (90, 8000, 1, "bf16", 128, 64, by_row),
         (120, 16, 1, "bf16", 128, 16, {**by_row, "tree": True, "extras": True}),
-        (80, 4, 16, "bf16", 128, 64, {**nvfp4, "apart": True}),
+        (80, 4, 16, "bf16", 128, 64, {**nvfp4, "separate_merge": True}),
         (80, 8000, 1, "fp16", 64, 16, {**nvfp4, "extras": True}),
         (90, 16, 1, "bf16", 128, 64, {**nvfp4, "tree": True}),
         (90, 8000, 1, "bf16", 256, 64, nvfp4),

@@ -65,8 +65,12 @@ def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, ch
     capture = Capture(stage).reserve().capture()
     metadata = capture.plan.metadata
     ((schedule, _),) = metadata.schedules.values()
-    assert schedule.apart is not None or device != "cpu"
-    held = [metadata.slots, schedule.records, *([] if schedule.apart is None else [schedule.apart.tiles])]
+    assert schedule.separate_merge is not None or device != "cpu"
+    held = [
+        metadata.slots,
+        schedule.records,
+        *([] if schedule.separate_merge is None else [schedule.separate_merge.tiles]),
+    ]
     addresses = [tensor.data_ptr() for tensor in held]
     for other in others:
         check_replay(capture, other)

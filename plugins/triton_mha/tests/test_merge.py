@@ -1,4 +1,4 @@
-"""Merging by a kernel apart, against float64: interpreted on a CPU, compiled on a GPU.
+"""The separate merge kernel against float64: interpreted on a CPU, compiled on a GPU.
 
 Partial results that nobody wrote are NaN, and so is the cache where nothing may be read.
 """
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.long
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 on_a_gpu = pytest.mark.parametrize("device", DEVICES[1:])
-APART = MHAKernelConfig(16, 16, 4, 2, programs=4, merge="apart", overlap=False)
+SEPARATE = MHAKernelConfig(16, 16, 4, 2, programs=4, merge="separate", overlap=False)
 FP8 = {"kv_dtype": DType.FLOAT8_E4M3, "kv_scales": (0.37, 1.7)}
 QWEN = {"heads": 16, "kv_heads": 2, "head_dim": 256}
 """Qwen3-Next's full layers."""
@@ -36,7 +36,7 @@ SMALL = {"page_size": 16, "heads": 4, "kv_heads": 2, "head_dim": 32}
 
 
 def cut(**changes: Any) -> Choose:
-    return lambda *_: replace(APART, **changes)
+    return lambda *_: replace(SEPARATE, **changes)
 
 
 def poisoned(case: KernelCase, device: str, choose: Choose) -> KernelScene:
@@ -49,11 +49,11 @@ def poisoned(case: KernelCase, device: str, choose: Choose) -> KernelScene:
 def tiles(stage: KernelScene) -> torch.Tensor:
     """Parts and places of all tiles, as they are planned now."""
     ((schedule, _),) = stage.backend.init_forward_metadata(stage.batch()).metadata.schedules.values()
-    assert schedule.apart is not None
-    return schedule.apart.tiles
+    assert schedule.separate_merge is not None
+    return schedule.separate_merge.tiles
 
 
-def check_apart(case: KernelCase, device: str, choose: Choose) -> KernelScene:
+def check_separate(case: KernelCase, device: str, choose: Choose) -> KernelScene:
     """float64's results, by a batch that has tiles of several parts."""
     stage = poisoned(case, device, choose)
     if case.kv_dtype is None:
@@ -71,7 +71,7 @@ class TestBatches:
     @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 3)])
     def test_wide_heads_of_few_kv_heads(self, mode, new, device):
         """C4; requests of many parts, of one part, and of no row but the new ones."""
-        stage = check_apart(mha(((150, new), (0, new), (1, new)), mode, 16, **QWEN), device, cut(programs=8))
+        stage = check_separate(mha(((150, new), (0, new), (1, new)), mode, 16, **QWEN), device, cut(programs=8))
         parts = tiles(stage)[:, 0].tolist()
         assert max(parts) > 4 and min(parts) == 1
 
@@ -79,44 +79,44 @@ class TestBatches:
     @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 4)])
     def test_sinks_a_window_and_a_cap_at_once(self, mode, new, device):
         case = mha(((90, new), (3, new), (200, new)), mode, 16, 4, 2, 32, cap=2.0, sinks=True, window=70)
-        check_apart(case, device, cut(programs=8))
+        check_separate(case, device, cut(programs=8))
 
     @on_every_device
     @pytest.mark.parametrize("changes", [{}, {"sinks": True}, {"head_dim": 80, "lse": True}], ids=str)
     def test_an_fp8_cache(self, changes, device):
-        check_apart(mha(((170, 3), (0, 3), (3, 3)), VERIFY, **{**SMALL, **FP8, **changes}), device, cut())
+        check_separate(mha(((170, 3), (0, 3), (3, 3)), VERIFY, **{**SMALL, **FP8, **changes}), device, cut())
 
     @on_every_device
     @pytest.mark.parametrize("dims", [(80, 80), (96, 48), (144, 144), (16, 16)])
     def test_values_of_other_widths_than_powers_of_two(self, dims, device):
-        check_apart(mha(((120, 1), (33, 1)), DECODE, 16, 6, 2, *dims), device, cut(programs=6))
+        check_separate(mha(((120, 1), (33, 1)), DECODE, 16, 6, 2, *dims), device, cut(programs=6))
 
     @on_every_device
     @pytest.mark.parametrize("new", [11, 40])
     def test_several_tiles_of_a_request(self, new, device):
         """The last tile is not full."""
-        check_apart(mha(((150, new), (0, new)), EXTEND, 16, 6, 2, 32), device, cut(programs=20))
+        check_separate(mha(((150, new), (0, new)), EXTEND, 16, 6, 2, 32), device, cut(programs=20))
 
     @on_every_device
     def test_tall_tiles(self, device):
-        check_apart(mha(((150, 50), (60, 50)), EXTEND, 16, 4, 2, 32), device, cut(tile=64, programs=9))
+        check_separate(mha(((150, 50), (60, 50)), EXTEND, 16, 4, 2, 32), device, cut(tile=64, programs=9))
 
     @on_every_device
     def test_trees(self, device):
         given = {**SMALL, "heads": 8, "trees": random_trees(3, 7, seed=7)}
-        check_apart(mha(((0, 7), (37, 7), (164, 7)), VERIFY, **given), device, cut(programs=9))
+        check_separate(mha(((0, 7), (37, 7), (164, 7)), VERIFY, **given), device, cut(programs=9))
 
     @on_every_device
     @pytest.mark.parametrize(("requests", "cached"), [(1, 700), (8, 800)])
     def test_many_parts(self, requests, cached, device):
         """All at once, or where the batch is planned for requests that are alike, by several rounds."""
         case = mha(((cached, 1), *((0, 1),) * (requests - 1)), DECODE, 16, 8, 1, 32)
-        stage = check_apart(case, device, cut(programs=20))
+        stage = check_separate(case, device, cut(programs=20))
         ((schedule, _),) = stage.backend.init_forward_metadata(stage.batch()).metadata.schedules.values()
-        parts = int(schedule.apart.tiles[0, 0])
+        parts = int(schedule.separate_merge.tiles[0, 0])
         assert parts > 32
         if device == "cpu":  # a GPU has programs for all steps of all requests
-            assert (parts > 2 * schedule.apart.config.parts) is (requests > 1)
+            assert (parts > 2 * schedule.separate_merge.config.parts) is (requests > 1)
 
     @on_every_device
     def test_without_a_log_sum_exp(self, device):
@@ -127,7 +127,7 @@ class TestBatches:
     def test_requests_with_different_numbers_of_rows_are_merged_inside(self, device):
         stage = check(mha(((150, 20), (9, 1), (40, 0)), EXTEND, **SMALL), device, cut())
         ((schedule, _),) = stage.backend.init_forward_metadata(stage.batch()).metadata.schedules.values()
-        assert schedule.apart is None and int(schedule.records[:, 9].max()) > 1
+        assert schedule.separate_merge is None and int(schedule.records[:, 9].max()) > 1
 
 
 @on_every_device
@@ -153,7 +153,7 @@ def test_one_capture_serves_other_lengths_and_fewer_requests(mode, new, changes,
     for other in others:
         stage.workspace.request("test", stage.device, SCRATCH, 1).buffer.fill_(255)
         check_replay(capture, other)
-        parts.append(int(schedule.apart.tiles[0, 0]))
+        parts.append(int(schedule.separate_merge.tiles[0, 0]))
     assert min(parts) == 1 and max(parts) > 1
 
 
@@ -161,7 +161,7 @@ class TestOnAGPU:
     """Entries of the table, merged in both ways, whichever it would choose."""
 
     @on_a_gpu
-    @pytest.mark.parametrize("merge", ["inside", "apart", None])
+    @pytest.mark.parametrize("merge", ["fused", "separate", None])
     @pytest.mark.parametrize("entry", sorted(set(ENTRIES), key=str), ids=str)
     def test_every_entry_of_the_table(self, entry, merge, device):
         entry = replace(entry, merge=merge)
@@ -173,7 +173,7 @@ class TestOnAGPU:
             check(mha(given, mode, **QWEN), device, lambda *_: entry)
 
     @on_a_gpu
-    @pytest.mark.parametrize("merge", ["inside", "apart"])
+    @pytest.mark.parametrize("merge", ["fused", "separate"])
     @pytest.mark.parametrize("requests", [1, 2, 7, 60])
     def test_real_batches_give_the_same_bits(self, requests, merge, device):
         entry = replace(ENTRIES[0], merge=merge)

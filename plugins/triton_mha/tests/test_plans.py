@@ -20,7 +20,7 @@ PAGE = 16
 def schedule(
     batch: Geometry, window: int = 0, group: int = 3, programs: int = 2
 ) -> tuple[SplitKVSchedule, torch.Tensor]:
-    cut = MHAKernelConfig(16, 16, 4, 2, programs=programs, merge="apart", overlap=False)
+    cut = MHAKernelConfig(16, 16, 4, 2, programs=programs, merge="separate", overlap=False)
     made = SplitKVSchedule.reserve(TritonLayerShape(2, group, 32, 32, window), cut, batch, multiprocessors=3)
     slots = torch.full((batch.rows,), -7)
     made.fill(batch, slots)
@@ -61,9 +61,9 @@ def check(made: SplitKVSchedule, batch: Geometry, new: list[int], totals: list[i
                 assert record[11] == batch.page_table[request, record[6] // PAGE]
         if len(parts) > 1:
             places += [parts[0][10] + part for part in range(len(parts))]
-        if made.apart is not None:
+        if made.separate_merge is not None:
             tiles_of_each = -(-made.queries * group // tile)
-            assert made.apart.tiles[request * tiles_of_each + number].tolist() == parts[0][9:11]
+            assert made.separate_merge.tiles[request * tiles_of_each + number].tolist() == parts[0][9:11]
     assert len(set(places)) == len(places)
     assert max(places, default=0) < made.partial_rows // tile
 
@@ -78,7 +78,7 @@ def test_batches_of_equal_rows(window, programs):
         new = [queries] * 4
         batch = a_batch(ForwardMode.TARGET_VERIFY, new, totals)
         made, slots = schedule(batch, window, programs=programs)
-        assert made.apart is not None and len(made.apart.tiles) == 4 * -(-3 * queries // 16)
+        assert made.separate_merge is not None and len(made.separate_merge.tiles) == 4 * -(-3 * queries // 16)
         check(made, batch, new, totals)
         assert torch.equal(slots, batch.new_slots())
 

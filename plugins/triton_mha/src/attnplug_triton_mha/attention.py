@@ -25,8 +25,8 @@ class KVLayerCache:
     """Keys and values of one layer, ``[pages, page_size, kv_heads, elements]`` of any strides, and their scales.
 
     ``key_scales`` and ``value_scales`` are the scales of rows, of the same dimensions; formats without them have keys
-    and values there. ``key_factor`` and ``value_factor`` apply to the whole layer. ``far``: offsets within a page need
-    64 bits. ``pairs``: the bytes of coded rows are contiguous and 16-bit aligned.
+    and values there. ``key_factor`` and ``value_factor`` apply to the whole layer. ``int64_offsets``: offsets within a
+    page exceed 32 bits. ``pairs``: the bytes of coded rows are contiguous and 16-bit aligned.
     """
 
     shape: TritonLayerShape
@@ -36,7 +36,7 @@ class KVLayerCache:
     value_scales: Tensor
     key_factor: float
     value_factor: float
-    far: bool
+    int64_offsets: bool
     pairs: bool
 
     @classmethod
@@ -54,7 +54,7 @@ class KVLayerCache:
             value_parts[-1],
             key_factor,
             value_factor,
-            far=any(
+            int64_offsets=any(
                 (pages.shape[1] - 1) * pages.stride(1) + (pages.shape[3] - 1) * pages.stride(3) > _LARGEST_OFFSET
                 for pages in (*key_parts, *value_parts)
             ),
@@ -82,8 +82,10 @@ def with_unit_stride(q: Tensor) -> Tensor:
 
 
 def merged_at_once(rows: int, width: int, numbers: int) -> int:
-    """Return the splits of ``rows`` rows that are merged at once, if a program holds ``numbers`` elements: a power of
-    two."""
+    """Return the number of splits of ``rows`` rows that a fused merge loads at once: a power of two.
+
+    A program holds ``numbers`` elements.
+    """
     most = numbers // (rows * width)
     return 1 << min(max(most.bit_length() - 1, 0), 6)
 
@@ -101,10 +103,10 @@ def launch_attend(
     cap: float | None,
     tree: Tensor | None,
 ) -> None:
-    """Attend with q ``[rows, heads, dim]``. Writes ``out`` ``[rows, heads, v_dim]`` and ``lse``, both contiguous.
+    """Attend with q ``[rows, heads, dim]``. Writes ``out`` ``[rows, heads, v_dim]`` and ``lse`` ``[rows, heads]``.
 
-    ``page_table`` is ``[requests, pages]`` int32, ``sinks`` ``[heads]``. ``tree`` ``[requests, queries]`` int64 is for
-    batches with trees.
+    Both are contiguous. ``page_table`` is ``[requests, pages]`` int32, ``sinks`` ``[heads]``. ``tree`` ``[requests,
+    queries]`` int64 is given for batches with draft trees.
     """
     configuration, shape = schedule.configuration, cache.shape
     keys, values, q = cache.keys, cache.values, with_unit_stride(q)
@@ -157,7 +159,7 @@ def launch_attend(
         VS_HEAD=value_scales.stride(2),
         VS_COLUMN=value_scales.stride(3),
         FORMAT=shape.format,
-        FAR=cache.far,
+        INT64=cache.int64_offsets,
         PAIRS=cache.pairs,
         WINDOW=shape.window,
         CAPPED=cap is not None,
@@ -165,9 +167,9 @@ def launch_attend(
         LSE=lse is not None,
         TILE=configuration.tile,
         STEP=configuration.step,
-        APART=schedule.apart is not None,
+        SEPARATE_MERGE=schedule.separate_merge is not None,
         MERGE_ROWS=merge_rows,
-        MERGE_PARTS=merged_at_once(merge_rows, shape.v_width, configuration.merged * 32 * configuration.warps),
+        MERGE_PARTS=merged_at_once(merge_rows, shape.v_width, configuration.merge_elements * 32 * configuration.warps),
         SINGLE=configuration.single,
         OVERLAP=configuration.overlap,
         PREFETCH=configuration.prefetch,
@@ -182,5 +184,5 @@ def launch_attend(
         maxnreg=configuration.registers,
         **({"launch_pdl": True} if configuration.overlap else {}),
     )
-    if schedule.apart is not None:
-        launch_merge(partials, out, lse, sinks, schedule, schedule.apart, cache.value_factor, shape.format > 0)
+    if schedule.separate_merge is not None:
+        launch_merge(partials, out, lse, sinks, schedule, schedule.separate_merge, cache.value_factor, shape.format > 0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Merge = Literal["inside", "apart"]
+Merge = Literal["fused", "separate"]
 MAX_TILE = 128
 
 
@@ -29,13 +29,13 @@ class MHAKernelConfig:
     prefetch: int = 0
     """Steps that a program prefetches to L2 before it waits for the previous kernel."""
     single: bool = False
-    """Use a code path without a loop for programs with one step, which loads queries and cache rows together."""
-    merged: int = 32
-    """Elements of partial results per merging thread: more loads in flight, more registers."""
+    """Use a code path without a loop for programs with one step. It loads queries and cache rows together."""
+    merge_elements: int = 32
+    """Elements of partial results per thread of a fused merge: more loads in flight, more registers."""
     merge: Merge | None = None
-    """Merge of a tile's KV splits: by the program that finishes last, ``inside`` the attention kernel, or by a kernel
-    ``apart``. ``None`` decides by the maximum number of splits (``merges_separately``). If requests have different
-    numbers of new rows, it is always ``inside``."""
+    """Merge of a tile's KV splits: ``fused`` into the attention kernel, by the program that finishes last, or by a
+    ``separate`` kernel. ``None`` decides by the maximum number of splits (``merges_separately``). If requests have
+    different numbers of new rows, the merge is always fused."""
     overlap: bool = True
     """Use programmatic dependent launch (SM 90 and newer)."""
     registers: int | None = None
@@ -45,11 +45,11 @@ class MHAKernelConfig:
 
 
 FORMATS = {"float8_e4m3fn": 1, "fp8_per_token_head": 2, "nvfp4": 3}
-"""Numbers of coded KV formats; others store 16-bit values, 0."""
+"""``FORMAT`` numbers of quantized KV formats. 0 is a cache of 16-bit values."""
 PACKS = (1, 2, 2, 4)
 """Columns per 16 bits of the cache, by the number of its format."""
-ANY = 1 << 30
-_FEW = MHAKernelConfig(16, 32, 4, 3, programs=2, prefetch=4, single=True, merged=64)
+ANY = 1 << 30  # no limit
+_FEW = MHAKernelConfig(16, 32, 4, 3, programs=2, prefetch=4, single=True, merge_elements=64)
 _SOME = MHAKernelConfig(16, 64, 4, 3, programs=3, prefetch=2)
 _MANY = MHAKernelConfig(16, 64, 4, 3, programs=4, prefetch=1)
 _TALL = MHAKernelConfig(64, 64, 4, 3, programs=2)
@@ -165,13 +165,12 @@ def max_partial_rows(multiprocessors: int, kv_heads: int) -> int:
     return max(2 * max(entry.programs * multiprocessors, kv_heads) * entry.tile for entry in ENTRIES)
 
 
-MERGED_INSIDE = 3
-"""Maximum number of a tile's splits up to which the program that finishes last merges them. With so few splits most
-tiles are not split at all, and a second launch would cost 1.5 µs for nothing (H200). For tiles that are split, the
-separate kernel is faster by 2 µs, however few splits they have."""
+MAX_FUSED_PARTS = 3
+"""Maximum number of splits per tile for a fused merge. With so few splits most tiles are not split at all, and a second
+launch would cost 1.5 µs for nothing (H200). For tiles that are split, the separate kernel is faster by 2 µs, however
+few splits they have."""
 _LENGTH_SKEW = 2
-"""Expected ratio of the longest request to the mean. A longer one is merged in more rounds, or inside the attention
-kernel."""
+"""Expected ratio of the longest request to the mean. A longer request is merged in more rounds, or by a fused merge."""
 _MERGED_NUMBERS = 64
 """Elements of partial results per thread of the separate merge kernel."""
 _MERGING_WARPS = 4
@@ -191,7 +190,7 @@ def max_parts(target: int, tiles: int, requests: int, steps: int) -> int:
 
 def merges_separately(configuration: MHAKernelConfig, parts: int) -> bool:
     """Return True if a separate kernel merges tiles of up to ``parts`` splits."""
-    return parts > MERGED_INSIDE if configuration.merge is None else configuration.merge == "apart"
+    return parts > MAX_FUSED_PARTS if configuration.merge is None else configuration.merge == "separate"
 
 
 @dataclass(frozen=True, slots=True)

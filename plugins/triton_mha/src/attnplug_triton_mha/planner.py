@@ -1,4 +1,4 @@
-"""Planner: device lengths and page table → the split-KV schedule of a batch, computed on the device."""
+"""Split-KV schedules of batches, computed on the device from lengths and page tables."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from attnplug_triton_mha.triton_plan import RECORD_NUMBERS, SPLIT_TILE_NUMBERS, 
 from attnplug_triton_mha.triton_splits import SHORT_SPLITS, max_splits
 
 _MERGED_ROWS = 16
+"""Maximum rows that a fused merge processes at once."""
 _SPLIT_BYTES = 256 << 20
 """Maximum memory per lane for partial results of splits at absolute positions. Decodes of 64 requests with 32 heads of
 128 columns use 170 MB, if each has 65536 cache rows."""
-_VERIFIED = 4
-"""New tokens per request for which memory is allocated. More tokens have less memory each, and are split less."""
+_NEW_TOKENS = 4
+"""New tokens per request for which partial results are allocated. With more tokens, tiles have fewer splits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,8 @@ class SplitKVSchedule:
 
     ``records`` ``[programs, RECORD_NUMBERS]`` int32 are filled on the device by ``fill``. ``rows`` is the number of
     query rows of the batch, ``queries`` the new tokens per request (0 if they differ), ``most`` their maximum.
-    ``target`` programs per KV head share the work. Without ``apart``, the attention kernel merges splits itself.
+    ``target`` programs per KV head share the work. Without ``separate_merge``, the merge is
+    fused into the attention kernel.
     ``partial_rows`` is the maximum of rows of partial results per KV head, ``tile_rows`` each.
     """
 
@@ -88,7 +90,7 @@ class SplitKVSchedule:
     most: int
     target: int
     records: Tensor
-    apart: SeparateMerge | None
+    separate_merge: SeparateMerge | None
     partial_rows: int
     tile_rows: int
 
@@ -111,7 +113,7 @@ class SplitKVSchedule:
         target = max(configuration.programs * multiprocessors // layers.kv_heads, 1)
         records = torch.empty(tiles + target, RECORD_NUMBERS, dtype=torch.int32, device=geometry.device)
         queries = geometry.max_new if uniform else 0
-        apart = cls._apart(layers, configuration, geometry, multiprocessors, tiles, target) if uniform else None
+        merge = cls._reserve_merge(layers, configuration, geometry, multiprocessors, tiles, target) if uniform else None
         tile_rows = tile if not configuration.split else min(tile, geometry.max_new * group)
         if not configuration.split:
             partial_results = 2 * target  # a split tile has less than twice its share of splits
@@ -123,10 +125,10 @@ class SplitKVSchedule:
             partial_results = 1
         partial_rows = partial_results * tile_rows
         most = geometry.max_new
-        return cls(layers, configuration, geometry.rows, queries, most, target, records, apart, partial_rows, tile_rows)
+        return cls(layers, configuration, geometry.rows, queries, most, target, records, merge, partial_rows, tile_rows)
 
     @staticmethod
-    def _apart(
+    def _reserve_merge(
         layers: TritonLayerShape,
         configuration: MHAKernelConfig,
         geometry: Geometry,
@@ -134,8 +136,8 @@ class SplitKVSchedule:
         tiles: int,
         target: int,
     ) -> SeparateMerge | None:
-        """Return the separate merge of a uniform batch, by its shape and page table width; ``None`` if it is not worth
-        it."""
+        """Return the separate merge of a uniform batch, by its shape and page table width; ``None`` if a fused
+        merge is faster."""
         cache_rows = _cache_rows(layers, configuration, geometry)
         numbers = SPLIT_TILE_NUMBERS if configuration.split else TILE_NUMBERS
         parts = max_parts(target, tiles, geometry.requests, -(-cache_rows // configuration.step))
@@ -160,7 +162,7 @@ class SplitKVSchedule:
             geometry.new_lens,
             slots,
             self.records,
-            None if self.apart is None else self.apart.tiles,
+            None if self.separate_merge is None else self.separate_merge.tiles,
             rows=self.rows,
             queries=self.queries,
             target=self.target,
@@ -189,5 +191,5 @@ def max_split_rows(
     """Return the rows of ``width`` columns to allocate for partial results of splits at absolute positions."""
     limits = context.limits
     splits = max_splits(limits.max_context, configuration.split, 0 if layers.window else SHORT_SPLITS.value)
-    rows = min(configuration.tile, _VERIFIED * layers.group) * layers.kv_heads
+    rows = min(configuration.tile, _NEW_TOKENS * layers.group) * layers.kv_heads
     return min(limits.max_requests * splits * rows, _SPLIT_BYTES // (4 * (2 + width)))

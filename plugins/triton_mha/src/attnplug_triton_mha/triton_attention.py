@@ -1,28 +1,27 @@
 """Triton attention kernel for MHA and GQA over a paged cache, for decode, verify and extend.
 
-It runs the schedule of ``triton_schedule``.
+It runs the schedule of ``triton_plan``.
 
-Decode waits for bytes: a key and a value of 64 columns are 256 bytes in 16 bits, and an H200 reads 4.2 TB/s. With few
-requests it waits for neither bytes nor arithmetic, but for loads that depend on each other (0.3 to 0.8 µs each). Hence:
+Decode is memory-bound: a key and a value of 64 columns are 256 bytes in 16 bits, and an H200 reads 4.2 TB/s. With few
+requests it is latency-bound: loads that depend on each other take 0.3 to 0.8 µs each. Hence:
 
-- A program finds everything that it starts with, its first page included, in a record of its own: one load, then rows.
-  On SM 90 it is launched while the previous kernel still runs. It reads the record and asks for its cache rows to be
-  brought to L2, and only then waits for the previous kernel, which makes queries and new rows.
-- Rows (query token, head of the group) of one KV head fill one tile. The cache is read once for all of them. Tensor
-  cores take 16 rows at least, so some of them may be empty.
-- Where tiles are divided, a kernel that follows merges their parts (``triton_merge``). Where hardly a tile is, the
-  program that finishes the last part of one merges all, and there is no second kernel.
-- Tiles of many rows divide their steps: those that every row sees whole need no mask. So do tiles of a tree: steps
-  that reach new rows test its bits, and others do not.
-- Coded rows are several tensors (see ``triton_rows``), and so are queries and sums. They are tuples here: of one, two
-  or four. A layer's scale of keys is part of the logits' scale, that of values is applied to the result.
-- Scales of whole rows are applied to logits, and to weights before the second product. fp16 weights must not become
-  subnormal if values are small, so ``top`` is the largest logit plus the logarithm of its value's scale.
-- With ``SPLIT``, a program computes its splits one by one, each as if it were alone, in one and the same code: a step
-  that needs no mask is masked all the same. The program of a tile's first split adds up all of its splits, others store
-  each (``triton_splits``).
-- Anything may follow a request's rows, even NaN. It is neither loaded (zeros take its place, since zero times NaN is
-  NaN) nor seen (its logits are -inf).
+- A program loads everything that it starts with, including its first page number, from one record, and then its rows.
+  On SM 90 it uses programmatic dependent launch: it reads the record and prefetches cache rows to L2 before it waits
+  for the previous kernel, which writes queries and new rows.
+- A tile holds the (query token, head) rows of one KV head's group, so the cache is read once for all of them. Tensor
+  cores take at least 16 rows, some of which may be empty.
+- Split tiles are merged by a separate kernel, or by the program that finishes last (``triton_merge``).
+- Tiles with many rows have two loops: steps that every row sees entirely need no mask. So do tiles with a draft tree:
+  only steps that reach new rows test the tree's bits.
+- A quantized row consists of several tensors (see ``triton_rows``), and so do queries and sums: tuples of one, two or
+  four. A layer's key scale is part of the logits' scale; its value scale is applied to the result.
+- Row scales are applied to logits, and to weights before the second product. ``top`` is the largest logit plus the
+  logarithm of its value's scale, so that fp16 weights do not become subnormal if values are small.
+- With ``SPLIT``, a program computes splits at absolute positions one by one, each independently of the others, and
+  masks every step. The program of a tile's first split adds up all of its splits; others store each split
+  (``triton_splits``).
+- Memory behind a request's last row may hold anything, even NaN. It is not loaded (zeros take its place, because zero
+  times NaN is NaN), and its logits are -inf.
 """
 
 from __future__ import annotations
@@ -49,13 +48,13 @@ from attnplug_triton_mha.triton_rows import (
 )
 from attnplug_triton_mha.triton_splits import SHORT_SPLITS, add_split, split_rows, splits_before, to_power_of_two
 
-_LOW = tl.constexpr(32)
-"""Maximum rows of tiles that sum their weights over tokens after the last step, and mask every step."""
+_SMALL_TILE = tl.constexpr(32)
+"""Maximum rows of a tile that sums weights over tokens only after the last step, and masks every step."""
 
 
 @triton.jit
 def _finite(rows):
-    """Return the rows that contain neither NaN nor infinity."""
+    """Return a mask of the rows that contain neither NaN nor infinity."""
     return tl.min((tl.abs(rows.to(tl.float32)) < float("inf")).to(tl.int32), 1) > 0
 
 
@@ -67,15 +66,18 @@ def _by_tree(bits, place):
 
 
 @triton.jit
-def _products(queries, keys, scale, APART: tl.constexpr, PACK: tl.constexpr):
-    """Return scaled logits ``[TILE, STEP]`` of queries and keys, tuples of ``PACK`` tensors."""
+def _products(queries, keys, scale, SCALE_FIRST: tl.constexpr, PACK: tl.constexpr):
+    """Return scaled logits ``[TILE, STEP]`` of queries and keys, tuples of ``PACK`` tensors.
+
+    ``SCALE_FIRST``: scale partial products before they are added.
+    """
     logits = tl.dot(queries[0], tl.trans(keys[0]))
     if PACK == 4:
         logits = tl.dot(queries[1], tl.trans(keys[1]), logits)
         second = tl.dot(queries[3], tl.trans(keys[3]), tl.dot(queries[2], tl.trans(keys[2])))
         logits = logits * scale + second * scale
-    elif PACK == 2 and APART:
-        # Scale each before they are added: a bare sum of products is one long chain to the compiler.
+    elif PACK == 2 and SCALE_FIRST:
+        # The compiler would turn a plain sum of products into one dependent chain.
         logits = logits * scale + tl.dot(queries[1], tl.trans(keys[1])) * scale
     elif PACK == 2:
         logits = tl.dot(queries[1], tl.trans(keys[1]), logits) * scale
@@ -103,7 +105,7 @@ def _add_values(sums, kept, weights, values, PACK: tl.constexpr):
 
 @triton.jit
 def _whole_rows(values, PACK: tl.constexpr):
-    """Return the rows without NaN and infinity, and values with zeros in place of the others."""
+    """Return a mask of the rows without NaN and infinity, and the values with other rows set to zero."""
     whole = _finite(values[0])
     if PACK == 2:
         whole = whole & _finite(values[1])
@@ -124,24 +126,25 @@ def _whole_rows(values, PACK: tl.constexpr):
 def _attend_rows(
     top, total, sums, queries, key_rows, key_scales, value_rows, value_scales, token, seen, own, scale, cap,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr, FORMAT: tl.constexpr,
-    PACK: tl.constexpr, prefix, bits, TREE: tl.constexpr, FIXED: tl.constexpr,
+    PACK: tl.constexpr, prefix, bits, TREE: tl.constexpr, INVARIANT_SUM: tl.constexpr,
 ):  # fmt: skip
-    """One step: add its values to ``sums``, with weights ``2 ** (logit - top)``, and the weights to ``total``.
+    """Add a step's values to ``sums``, with weights ``2 ** (logit - top)``, and its weights to ``total``.
 
-    ``FIXED``: ``total`` ``[TILE, 16]`` is a product with ones, whose order is that of ``sums``, whatever the tile."""
-    logits = _products(queries, decode(key_rows, key_scales, FORMAT), scale, TILE <= _LOW or FIXED, PACK)
+    ``INVARIANT_SUM``: ``total`` ``[TILE, 16]`` is a product with ones, whose summation order does not depend on the
+    tile."""
+    logits = _products(queries, decode(key_rows, key_scales, FORMAT), scale, TILE <= _SMALL_TILE or INVARIANT_SUM, PACK)
     if FORMAT == FP8_ROWS:
         logits = logits * key_scales[None, :]
     if CAPPED:
-        # cap * tanh(logits / cap), by exponentials: where they overflow, tanh is 1 or -1.
+        # cap * tanh(logits / cap) by exponentials; if they overflow, tanh is 1 or -1.
         logits = cap - 2 * cap / (1.0 + tl.exp2(logits * (2.0 * LOG2_E)))
     if MASKED:
         visible = token[None, :] < seen[:, None]
         if WINDOW > 0:
             visible = visible & (token[None, :] > (own - WINDOW)[:, None])
         if TREE:
-            # Values that a row does not see may be anything. Without weight, a NaN would still get into the result.
-            # Such a row of values becomes zeros, and whoever does see it gets NaN.
+            # Hidden values may be NaN, and NaN times a zero weight is NaN. Such value rows become zeros, and queries
+            # that do see them get NaN logits.
             whole, value_tensors = _whole_rows(decode(value_rows, value_scales, FORMAT), PACK)
             if FORMAT == FP8_ROWS:
                 whole = whole & (value_scales < float("inf"))
@@ -156,12 +159,12 @@ def _attend_rows(
         higher = tl.maximum(top, tl.max(logits, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)
     weights, kept = tl.exp2(logits - base[:, None]), tl.exp2(top - base)
-    if FIXED:
+    if INVARIANT_SUM:
         # Weights of rows with scales may exceed what fp16 holds.
         TYPE: tl.constexpr = tl.bfloat16 if FORMAT == FP8_ROWS else queries[0].dtype
         ones = tl.full([weights.shape[1], total.shape[1]], 1.0, TYPE)
         total = tl.dot(weights.to(TYPE), ones, total * kept[:, None])
-    elif TILE <= _LOW:
+    elif TILE <= _SMALL_TILE:
         total = total * kept[:, None] + weights
     else:
         total = total * kept + tl.sum(weights, 1)
@@ -179,18 +182,18 @@ def _attend_step(
     DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr,
     K_PAGE: tl.constexpr, K_SLOT: tl.constexpr, K_COLUMN: tl.constexpr, V_PAGE: tl.constexpr, V_SLOT: tl.constexpr,
     V_COLUMN: tl.constexpr, KS_PAGE: tl.constexpr, KS_SLOT: tl.constexpr, KS_COLUMN: tl.constexpr,
-    VS_PAGE: tl.constexpr, VS_SLOT: tl.constexpr, VS_COLUMN: tl.constexpr, FAR: tl.constexpr, PAIRS: tl.constexpr,
+    VS_PAGE: tl.constexpr, VS_SLOT: tl.constexpr, VS_COLUMN: tl.constexpr, INT64: tl.constexpr, PAIRS: tl.constexpr,
     TILE: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
-    FORMAT: tl.constexpr, PACK: tl.constexpr, prefix, bits, TREE: tl.constexpr, FIXED: tl.constexpr,
+    FORMAT: tl.constexpr, PACK: tl.constexpr, prefix, bits, TREE: tl.constexpr, INVARIANT_SUM: tl.constexpr,
 ):  # fmt: skip
-    """Load the step's rows and attend to them. ``page`` is that of the step; returns that of the next one."""
-    column, v_column = columns(WIDTH, PACK, FAR), columns(V_WIDTH, PACK, FAR)
+    """Load a step's rows and attend to them. Takes the ``page`` of the step and returns that of the next step."""
+    column, v_column = columns(WIDTH, PACK, INT64), columns(V_WIDTH, PACK, INT64)
     token = first + tl.arange(0, STEP)
     there = token < end
-    keys_at = rows_at(keys, page, token, first, STEP, PAGE_SIZE, K_PAGE, K_SLOT, FAR)
-    values_at = rows_at(values, page, token, first, STEP, PAGE_SIZE, V_PAGE, V_SLOT, FAR)
-    key_scales_at = rows_at(key_scales, page, token, first, STEP, PAGE_SIZE, KS_PAGE, KS_SLOT, FAR)
-    value_scales_at = rows_at(value_scales, page, token, first, STEP, PAGE_SIZE, VS_PAGE, VS_SLOT, FAR)
+    keys_at = rows_at(keys, page, token, first, STEP, PAGE_SIZE, K_PAGE, K_SLOT, INT64)
+    values_at = rows_at(values, page, token, first, STEP, PAGE_SIZE, V_PAGE, V_SLOT, INT64)
+    key_scales_at = rows_at(key_scales, page, token, first, STEP, PAGE_SIZE, KS_PAGE, KS_SLOT, INT64)
+    value_scales_at = rows_at(value_scales, page, token, first, STEP, PAGE_SIZE, VS_PAGE, VS_SLOT, INT64)
     # The next step's pages, one step ahead: the compiler can prefetch rows only if their addresses are known.
     ahead = first + STEP if PAGE_SIZE % STEP == 0 else token + STEP
     page = tl.load(table + ahead // PAGE_SIZE * table_column, mask=ahead < end, other=0)
@@ -200,7 +203,7 @@ def _attend_step(
     v_scales = load_scales(value_scales_at, there, VS_COLUMN, V_DIM, V_WIDTH, FORMAT)
     top, total, sums = _attend_rows(
         top, total, sums, queries, key_rows, k_scales, value_rows, v_scales, token, seen, own, scale, cap,
-        WINDOW, CAPPED, MASKED, TILE, FORMAT, PACK, prefix, bits, TREE, FIXED,
+        WINDOW, CAPPED, MASKED, TILE, FORMAT, PACK, prefix, bits, TREE, INVARIANT_SUM,
     )  # fmt: skip
     return top, total, sums, page
 
@@ -212,7 +215,7 @@ def _attend_steps(
     DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr,
     K_PAGE: tl.constexpr, K_SLOT: tl.constexpr, K_COLUMN: tl.constexpr, V_PAGE: tl.constexpr, V_SLOT: tl.constexpr,
     V_COLUMN: tl.constexpr, KS_PAGE: tl.constexpr, KS_SLOT: tl.constexpr, KS_COLUMN: tl.constexpr,
-    VS_PAGE: tl.constexpr, VS_SLOT: tl.constexpr, VS_COLUMN: tl.constexpr, FAR: tl.constexpr, PAIRS: tl.constexpr,
+    VS_PAGE: tl.constexpr, VS_SLOT: tl.constexpr, VS_COLUMN: tl.constexpr, INT64: tl.constexpr, PAIRS: tl.constexpr,
     TILE: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
     FORMAT: tl.constexpr, PACK: tl.constexpr, prefix, bits, TREE: tl.constexpr,
 ):  # fmt: skip
@@ -221,7 +224,7 @@ def _attend_steps(
         top, total, sums, page = _attend_step(
             top, total, sums, page, first, end, queries, seen, own, keys, key_scales, values, value_scales,
             table, table_column, scale, cap, DIM, V_DIM, WIDTH, V_WIDTH, PAGE_SIZE, K_PAGE, K_SLOT, K_COLUMN,
-            V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT, VS_COLUMN, FAR, PAIRS,
+            V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT, VS_COLUMN, INT64, PAIRS,
             TILE, STEP, WINDOW, CAPPED, MASKED, FORMAT, PACK, prefix, bits, TREE, False,
         )  # fmt: skip
     return top, total, sums, page
@@ -234,28 +237,27 @@ def _attend_range(
     DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr,
     K_PAGE: tl.constexpr, K_SLOT: tl.constexpr, K_COLUMN: tl.constexpr, V_PAGE: tl.constexpr, V_SLOT: tl.constexpr,
     V_COLUMN: tl.constexpr, KS_PAGE: tl.constexpr, KS_SLOT: tl.constexpr, KS_COLUMN: tl.constexpr,
-    VS_PAGE: tl.constexpr, VS_SLOT: tl.constexpr, VS_COLUMN: tl.constexpr, FAR: tl.constexpr, PAIRS: tl.constexpr,
+    VS_PAGE: tl.constexpr, VS_SLOT: tl.constexpr, VS_COLUMN: tl.constexpr, INT64: tl.constexpr, PAIRS: tl.constexpr,
     TILE: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    FORMAT: tl.constexpr, PACK: tl.constexpr, prefix, bits, TREE: tl.constexpr, CLEAR: tl.constexpr,
+    FORMAT: tl.constexpr, PACK: tl.constexpr, prefix, bits, TREE: tl.constexpr, UNMASKED_LOOP: tl.constexpr,
 ):  # fmt: skip
-    """Attend to cache rows from ``start`` to ``stop``. With ``CLEAR``, steps that need no mask are a loop of their
-    own."""
+    """Attend to cache rows from ``start`` to ``stop``. ``UNMASKED_LOOP``: a first loop runs steps without a mask."""
     middle = start
-    if CLEAR and WINDOW == 0:
-        # Up to here, every row of the tile sees whole steps.
+    if UNMASKED_LOOP and WINDOW == 0:
+        # Every row of the tile sees all cache rows before ``clear``.
         clear = tl.minimum(prefix + (0 if TREE else tile * TILE // GROUP + 1), stop)
         middle = start + tl.maximum(clear - start, 0) // STEP * STEP
         top, total, sums, page = _attend_steps(
             top, total, sums, page, start, middle, end, queries, seen, own, keys, key_scales, values,
             value_scales, table, table_column, scale, cap, DIM, V_DIM, WIDTH, V_WIDTH, PAGE_SIZE, K_PAGE, K_SLOT,
             K_COLUMN, V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT, VS_COLUMN,
-            FAR, PAIRS, TILE, STEP, WINDOW, CAPPED, False, FORMAT, PACK, prefix, bits, TREE,
+            INT64, PAIRS, TILE, STEP, WINDOW, CAPPED, False, FORMAT, PACK, prefix, bits, TREE,
         )  # fmt: skip
     return _attend_steps(
         top, total, sums, page, middle, stop, end, queries, seen, own, keys, key_scales, values, value_scales,
         table, table_column, scale, cap, DIM, V_DIM, WIDTH, V_WIDTH, PAGE_SIZE, K_PAGE, K_SLOT, K_COLUMN,
         V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT, VS_COLUMN,
-        FAR, PAIRS, TILE, STEP, WINDOW, CAPPED, True, FORMAT, PACK, prefix, bits, TREE,
+        INT64, PAIRS, TILE, STEP, WINDOW, CAPPED, True, FORMAT, PACK, prefix, bits, TREE,
     )  # fmt: skip
 
 
@@ -286,14 +288,14 @@ def _zeros(TILE: tl.constexpr, WIDTH: tl.constexpr, PACK: tl.constexpr):
 def _store_partial(
     partials, partial_weights, totals, place, top, total, sums, live, ROWS: tl.constexpr, V_WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Store a partial result. Each has ``ROWS`` rows; no row behind them is live."""
+    """Store partial result ``place``. Each has ``ROWS`` rows; further rows of the tile are not live."""
     partial_row = place * ROWS + tl.arange(0, sums.shape[0])
     tl.store(partials + partial_row[:, None] * V_WIDTH + tl.arange(0, V_WIDTH)[None, :], sums, mask=live[:, None])
     tl.store(partial_weights + partial_row, top, mask=live)
     tl.store(totals + partial_row, total, mask=live)
 
 
-# Numbers that change from batch to batch are not specialised: compiling again because one of them is 1 gains nothing.
+# Integers that change from batch to batch are not specialized: another variant for the value 1 would gain nothing.
 @triton.jit(do_not_specialize=["table_row", "partial_rows", "tree_row"])
 def attend(
     q, keys, key_scales, values, value_scales, page_table, out, lse, sinks, records, partials, partial_weights,
@@ -303,14 +305,14 @@ def attend(
     K_COLUMN: tl.constexpr, V_PAGE: tl.constexpr, V_SLOT: tl.constexpr, V_HEAD: tl.constexpr, V_COLUMN: tl.constexpr,
     KS_PAGE: tl.constexpr, KS_SLOT: tl.constexpr, KS_HEAD: tl.constexpr, KS_COLUMN: tl.constexpr,
     VS_PAGE: tl.constexpr, VS_SLOT: tl.constexpr, VS_HEAD: tl.constexpr, VS_COLUMN: tl.constexpr,
-    FORMAT: tl.constexpr, FAR: tl.constexpr, PAIRS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    SINKS: tl.constexpr, LSE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, APART: tl.constexpr,
+    FORMAT: tl.constexpr, INT64: tl.constexpr, PAIRS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    SINKS: tl.constexpr, LSE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, SEPARATE_MERGE: tl.constexpr,
     MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr, SINGLE: tl.constexpr, OVERLAP: tl.constexpr,
     PREFETCH: tl.constexpr, tree, tree_row, tree_column, TREE: tl.constexpr, SPLIT: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
-        gdc_launch_dependents()  # the next kernel may start, and waits for our last store
+        gdc_launch_dependents()  # the next kernel may start; it waits for this grid before it reads the output
     # Bits per column and bytes of scales.
     BITS: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth if FORMAT != NVFP4 else 4
     K_SCALES: tl.constexpr = DIM // 16 if FORMAT == NVFP4 else (4 if FORMAT == FP8_ROWS else 0)
@@ -340,7 +342,7 @@ def attend(
         else:
             page = tl.load(table + token // PAGE_SIZE * table_column, mask=token < end, other=0)
         if PREFETCH > 0:
-            # Old rows are there already, and a hint has no result that could be wrong: new rows may be asked for too.
+            # A hint cannot give a wrong result, so rows that are not written yet may be prefetched, too.
             for ahead in tl.static_range(PREFETCH):
                 later = token + ahead * STEP
                 at = start + ahead * STEP
@@ -350,20 +352,19 @@ def attend(
                     its_page = tl.load(table + at // PAGE_SIZE * table_column, mask=at < end, other=0)
                 else:
                     its_page = tl.load(table + later // PAGE_SIZE * table_column, mask=later < end, other=0)
-                keys_at = rows_at(keys, its_page, later, at, STEP, PAGE_SIZE, K_PAGE, K_SLOT, FAR)
-                values_at = rows_at(values, its_page, later, at, STEP, PAGE_SIZE, V_PAGE, V_SLOT, FAR)
+                keys_at = rows_at(keys, its_page, later, at, STEP, PAGE_SIZE, K_PAGE, K_SLOT, INT64)
+                values_at = rows_at(values, its_page, later, at, STEP, PAGE_SIZE, V_PAGE, V_SLOT, INT64)
                 prefetch(keys_at, later < end, DIM * BITS // 8 + K_SCALES)
                 prefetch(values_at, later < end, V_DIM * BITS // 8 + V_SCALES)
         if OVERLAP:
-            # Wait for the previous kernel, which may have written queries and cache rows, but not schedule or page
-            # table. What depends on those alone is computed before.
+            # Wait for the previous kernel, which may write queries and cache rows. Schedule and page table are older.
             gdc_wait()
         column, v_column = tl.arange(0, WIDTH), tl.arange(0, V_WIDTH)
         q_at = q + (begin + query).to(tl.int64) * q_row + head * q_head
         asked = live[:, None] & (column < DIM)[None, :]
         q_rows = tl.load(q_at[:, None] + column[None, :], mask=asked)
         top = tl.full([TILE], float("-inf"), tl.float32)
-        total = tl.zeros([TILE, STEP], tl.float32) if TILE <= _LOW else tl.zeros([TILE], tl.float32)
+        total = tl.zeros([TILE, STEP], tl.float32) if TILE <= _SMALL_TILE else tl.zeros([TILE], tl.float32)
         sums = _zeros(TILE, V_WIDTH, PACK)
         bits = own
         if TREE:
@@ -382,12 +383,12 @@ def attend(
             split_end = start + split_rows(start, SPLIT, SHORT)
             split_top = tl.full([TILE], float("-inf"), tl.float32)
             split_total = tl.zeros([TILE, 16], tl.float32)
-            # One loop over the steps of all splits: rows of the next split are on their way when a split ends.
+            # One pipelined loop over the steps of all splits: the next split's rows are in flight when a split ends.
             for first in tl.range(start, end, STEP, num_stages=1 if TREE else None):
                 split_top, split_total, sums, page = _attend_step(
                     split_top, split_total, sums, page, first, end, queries, seen, own, keys, key_scales, values,
                     value_scales, table, table_column, by, cap, DIM, V_DIM, WIDTH, V_WIDTH, PAGE_SIZE, K_PAGE, K_SLOT,
-                    K_COLUMN, V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT, VS_COLUMN, FAR,
+                    K_COLUMN, V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT, VS_COLUMN, INT64,
                     PAIRS, TILE, STEP, WINDOW, CAPPED, True, FORMAT, PACK, prefix, bits, TREE, True,
                 )  # fmt: skip
                 if first + STEP >= tl.minimum(split_end, end):
@@ -408,14 +409,14 @@ def attend(
                     split_total = tl.zeros([TILE, 16], tl.float32)
                     sums = _zeros(TILE, V_WIDTH, PACK)
         elif SINGLE and end - start <= STEP:
-            # Ask for all rows at once, and only then look at any: the compiler puts whatever uses a load alone right
-            # after it, so zeros for what is not there come later. A loop would wait for the queries first.
+            # Issue all loads before any of them is used. The compiler places the first use of a load right behind it,
+            # so zeros for missing rows are filled in later. A loop would wait for the queries first.
             there = token < end
-            keys_at = rows_at(keys, page, token, start, STEP, PAGE_SIZE, K_PAGE, K_SLOT, FAR)
-            values_at = rows_at(values, page, token, start, STEP, PAGE_SIZE, V_PAGE, V_SLOT, FAR)
-            key_scales_at = rows_at(key_scales, page, token, start, STEP, PAGE_SIZE, KS_PAGE, KS_SLOT, FAR)
-            value_scales_at = rows_at(value_scales, page, token, start, STEP, PAGE_SIZE, VS_PAGE, VS_SLOT, FAR)
-            k_column, few_v_column = columns(WIDTH, PACK, FAR), columns(V_WIDTH, PACK, FAR)
+            keys_at = rows_at(keys, page, token, start, STEP, PAGE_SIZE, K_PAGE, K_SLOT, INT64)
+            values_at = rows_at(values, page, token, start, STEP, PAGE_SIZE, V_PAGE, V_SLOT, INT64)
+            key_scales_at = rows_at(key_scales, page, token, start, STEP, PAGE_SIZE, KS_PAGE, KS_SLOT, INT64)
+            value_scales_at = rows_at(value_scales, page, token, start, STEP, PAGE_SIZE, VS_PAGE, VS_SLOT, INT64)
+            k_column, few_v_column = columns(WIDTH, PACK, INT64), columns(V_WIDTH, PACK, INT64)
             key_rows = load(keys_at, k_column, there, K_COLUMN, DIM, PACK, PAIRS, True, False)
             value_rows = load(values_at, few_v_column, there, V_COLUMN, V_DIM, PACK, PAIRS, True, False)
             k_scales = load_scales(key_scales_at, there, KS_COLUMN, DIM, WIDTH, FORMAT)
@@ -433,12 +434,12 @@ def attend(
             top, total, sums, page = _attend_range(
                 top, total, sums, page, start, end, end, queries, seen, own, keys, key_scales, values, value_scales,
                 table, table_column, by, cap, tile, DIM, V_DIM, WIDTH, V_WIDTH, PAGE_SIZE, K_PAGE, K_SLOT, K_COLUMN,
-                V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT, VS_COLUMN, FAR, PAIRS,
-                TILE, STEP, GROUP, WINDOW, CAPPED, FORMAT, PACK, prefix, bits, TREE, TILE > _LOW or TREE,
+                V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT, VS_COLUMN, INT64, PAIRS,
+                TILE, STEP, GROUP, WINDOW, CAPPED, FORMAT, PACK, prefix, bits, TREE, TILE > _SMALL_TILE or TREE,
             )  # fmt: skip
         if SPLIT == 0:
             whole_rows = join_columns(sums, PACK)
-            if TILE <= _LOW:
+            if TILE <= _SMALL_TILE:
                 total = tl.sum(total, 1)
         if parts == 1:
             out_row = (begin + query).to(tl.int64) * HEADS + head
@@ -468,10 +469,9 @@ def attend(
             _store_partial(
                 partials, partial_weights, totals, first_place + part, top, total, whole_rows, live, TILE_ROWS, V_WIDTH
             )  # fmt: skip
-            if not APART:
-                # The program that counts last finds all parts written: the barrier orders each program's own stores
-                # before its count, and the count is a release and an acquire. The counter is reset to zero for the next
-                # call.
+            if not SEPARATE_MERGE:
+                # The last program to count sees all parts: the barrier orders a program's stores before its count,
+                # which has acquire and release semantics. The counter is reset for the next call.
                 tl.debug_barrier()
                 counter = counters + first_place
                 if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
@@ -492,4 +492,4 @@ def attend(
                         )  # fmt: skip
                     tl.store(counter, 0)
     elif OVERLAP and me == 0:
-        gdc_wait()  # also without work: the next kernel waits for this one only
+        gdc_wait()  # also without work: the next kernel waits only for this one

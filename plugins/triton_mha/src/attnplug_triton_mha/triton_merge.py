@@ -1,17 +1,18 @@
-"""Triton merge of partial results: a tile's KV may be split among several programs.
+"""Merge of split-KV partial results in Triton.
 
 A partial result is the sum of its values with weights ``2 ** (logit - top)``, the sum of the weights, and ``top``, the
 largest logit in base 2. Splits are merged in the order of their cache rows, so results are deterministic.
 
-One multiprocessor reads about 110 GB/s from L2: 132 parts of 8 rows with 256 columns are 1 MB, and take 10 µs on one
-multiprocessor, and 0.1 µs on all of them. So where tiles are divided, a separate kernel merges, with one row and some
-columns per program (``launch_merge``). It loads as many parts at once as there may be, since loads one after the other
-wait. On SM 90 it is launched early. Where hardly a tile is divided it would be a launch for nothing
-(``configurations.MERGED_INSIDE``): the program that finishes last merges at the end of the attention kernel. So it does
-if requests have different numbers of rows, which the separate kernel cannot divide.
+There are three kernels:
 
-Splits at absolute positions are added up one after the other by a kernel of their own (``merge_splits``). It loads some
-of them together.
+- ``merge`` is a separate kernel with one row and some columns per program. One SM reads about 110 GB/s from L2: 132
+  parts of 8 rows with 256 columns are 1 MB, which takes 10 µs on one SM and 0.1 µs on all of them. A program loads all
+  parts at once if registers allow, because dependent loads would wait for each other. On SM 90 it uses programmatic
+  dependent launch.
+- ``merge_parts`` is fused into the attention kernel: the program that finishes a tile last merges it. It is used if few
+  tiles are split (``configurations.MAX_FUSED_PARTS``), because a launch would not pay off, and if requests have
+  different numbers of rows, which ``merge`` does not support.
+- ``merge_splits`` adds up splits at absolute positions (``triton_splits``) in order. It loads several at once.
 """
 
 from __future__ import annotations
@@ -71,11 +72,10 @@ def merge_parts(
     values_at, tops_at, totals_at, sinks, head, parts, place, live,
     TILE: tl.constexpr, V_WIDTH: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Top, total and sums of some rows, of which some are live, and their sinks. The addresses are those of the rows'
-    first parts.
+    """Merge the parts of some rows; return ``top``, ``total`` and ``sums`` of each row, and its sink.
 
-    ``PARTS`` at once: loads that do not depend on each other wait together. They bypass the L1 cache, which does not
-    see what other multiprocessors wrote.
+    Addresses are those of the rows' first parts. ``PARTS`` parts are loaded at once. Loads bypass the L1 cache, which
+    is not coherent with writes of other SMs.
     """
     top = tl.full([values_at.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([values_at.shape[0]], tl.float32)
@@ -88,8 +88,8 @@ def merge_parts(
         part_tops, part_totals = tops_at[None, :] + weights, totals_at[None, :] + weights
         part_values = values_at[None, :, :] + (part * (TILE * V_WIDTH))[:, None, None]
         if WAIT and place >= 0:
-            # Wait for the parts and for sinks, but not for the schedule, which says where parts are. No place is
-            # negative, but the compiler does not know that, and so computes addresses before the wait.
+            # Wait for parts and sinks; the schedule, which addresses depend on, is older. No place is negative, but the
+            # condition keeps the compiler from moving address computation behind the wait.
             gdc_wait()
         sink = load_sinks(sinks, head, live, SINKS)  # in each round, to wait together with the other loads
         tops = tl.load(part_tops, mask=there, other=float("-inf"), cache_modifier=".cg")
@@ -104,7 +104,7 @@ def merge_parts(
     return top, total, sums, sink
 
 
-# As of ``attend``: numbers that change from batch to batch are not specialised.
+# As in ``attend``: integers that change from batch to batch are not specialized.
 @triton.jit(do_not_specialize=["partial_rows", "queries"])
 def merge(
     partials, partial_weights, partial_rows, tiles, out, lse, sinks, value_scale, queries,
@@ -112,8 +112,7 @@ def merge(
     COLUMNS: tl.constexpr, PARTS: tl.constexpr, FEW: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
     SCALED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One row of (token, head) and some columns, if its tile has parts. All blocks of columns write the same
-    log-sum-exp."""
+    """Merge some columns of one (token, head) row if its tile is split. Every block of columns writes the same LSE."""
     if OVERLAP:
         gdc_launch_dependents()
     flat = tl.program_id(0)
@@ -202,7 +201,7 @@ def launch_merge(
     lse: Tensor | None,
     sinks: Tensor | None,
     schedule: SplitKVSchedule,
-    apart: SeparateMerge,
+    merging: SeparateMerge,
     value_scale: float,
     scaled: bool,
 ) -> None:
@@ -210,7 +209,7 @@ def launch_merge(
 
     ``scaled``: multiply them by ``value_scale``.
     """
-    configuration, shape, config = schedule.configuration, schedule.layers, apart.config
+    configuration, shape, config = schedule.configuration, schedule.layers, merging.config
     heads = shape.kv_heads * shape.group
     if configuration.split:
         columns = shape.v_width if schedule.rows * heads >= _MANY_ROWS else min(shape.v_width, _SPLIT_COLUMNS)
@@ -218,7 +217,7 @@ def launch_merge(
             partials.values,
             partials.weights,
             schedule.partial_rows,
-            apart.tiles,
+            merging.tiles,
             out,
             partials.weights if lse is None else lse,
             partials.weights if sinks is None else sinks,
@@ -245,7 +244,7 @@ def launch_merge(
         partials.values,
         partials.weights,
         schedule.partial_rows,
-        apart.tiles,
+        merging.tiles,
         out,
         partials.weights if lse is None else lse,
         partials.weights if sinks is None else sinks,

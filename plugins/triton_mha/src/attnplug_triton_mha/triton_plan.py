@@ -2,20 +2,19 @@
 
 A *tile* is up to ``TILE`` rows of (query token, head of one KV head's group) of one request. A *step* is ``STEP`` cache
 rows for one tile. A tile's steps are divided into *parts* of equal length, and each part is one program for each KV
-head. How many steps a part has follows from all work of the batch, which only the device knows: as many as a program
-has to do if the work is to be shared by ``target`` programs. So one long request is divided among all multiprocessors,
-and a batch of many short ones is not divided at all. Whatever the lengths, there are at most as many programs as tiles
-and ``target`` together. The grid has this size; programs without work leave at once.
+head. The length of a part follows from the total work of the batch, which only the device knows, divided by ``target``
+programs. So one long request is divided among all multiprocessors, and a batch of many short requests is not divided at
+all. There are at most ``tiles + target`` programs. The grid has this size; programs without work exit at once.
 
-Every tile of a request counts with the request's longest tile, so that a division finds a program's tile. Parts that
-causality hides from a tile have no steps. In a layer with a window, a tile begins where its first query's window does.
+All tiles of a request are planned with the length of its longest one, so that a division finds a program's tile. Parts
+that a causal mask hides entirely have no steps. In a layer with a window, a tile begins at its first query's window.
 
 With ``SPLIT``, tiles are split at absolute positions (``triton_splits``). A part then consists of the splits that start
 within its steps, possibly none, and tiles are divided only if all requests have equally many new tokens: otherwise a
 program computes a whole tile, because partial results of a prefill would take gigabytes.
 
-This runs once per batch, for all layers of one shape and window. Every program adds up all requests by itself, which
-costs less than synchronising, and writes its own record. It reads 4 to 8 bytes per request.
+It runs once per batch for all layers of one shape and window. Every program sums over all requests, which costs less
+than a synchronization, and writes its own record. It reads 4 to 8 bytes per request.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from torch import Tensor
 from attnplug_triton_mha.triton_splits import SHORT_SPLITS, split_from, splits_before
 
 RECORD = tl.constexpr(16)
-"""Numbers of a program, 64 bytes: request, new tokens, first query row, cache rows before the new
-ones, cache rows, tile, first and end cache row of the part, part, parts of the tile, place of the tile's first partial
-result, page of the part's first cache row. A program without work has no new tokens."""
+"""Integers of a program's record (64 bytes): request, new tokens, first query row, prefix length, KV length, tile,
+first and end cache row of the part, part, parts of the tile, index of the tile's first partial result, page of the
+part's first cache row. A program without work has no new tokens."""
 RECORD_NUMBERS = 16
 TILE_NUMBERS = 2
-"""Numbers of a tile, for the kernel that merges: its parts, and the place of its first partial result."""
+"""Integers of a tile for the merge kernel: its parts, and the index of its first partial result."""
 SPLIT_TILE_NUMBERS = 4
-"""Numbers of a tile with ``SPLIT``: the end of its partial results, 0 if it is not divided; the place of the first one;
-the number of splits that the first one contains."""
+"""Integers of a tile with ``SPLIT``: number of its splits, 0 if it is not divided; index of its first partial result;
+number of splits that the first result contains."""
 _MAX_PAIRS = 8192
-"""Pairs of (new row, request) that a program looks at together, to find out whose row it is."""
+"""Maximum (new row, request) pairs that a program compares at once to find the request of a row."""
 _MAX_ROWS = 128
 _VARIED = ("table_row", "table_column", "width", "requests", "rows", "queries", "target", "programs", "most_results")
 

@@ -1,9 +1,9 @@
 """Cache rows of the attention kernel: addresses, L2 prefetch, loads, scales and conversion, by KV format.
 
-Coded rows (fp8, nvfp4) are loaded as 16 bits, which hold 2 or 4 adjacent columns, because shared memory gives 16-bit
-matrices transposed, but 8-bit ones only element by element. Tensor cores multiply them as fp16, to which a pair of fp8
-is converted by one instruction (to bf16 it takes seven). So a coded row is several tensors, e.g. its even and its odd
-columns. So are queries and results, which are split once before the first step and joined once after the last.
+Quantized rows (fp8, nvfp4) are loaded as 16-bit elements of 2 or 4 adjacent columns: ``ldmatrix`` transposes 16-bit
+matrices, while 8-bit ones would be read element by element. Tensor cores multiply them as fp16: one instruction
+converts a pair of fp8 to fp16, but seven to bf16. So a quantized row becomes several tensors, e.g. its even and its odd
+columns. Queries are split accordingly before the first step, and results are joined after the last one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def prefetch(rows, there, WIDTH: tl.constexpr):
-    """Prefetch rows of ``WIDTH`` bytes, given by their addresses, to L2. A hint; nothing waits for it."""
+    """Prefetch rows of ``WIDTH`` bytes at addresses ``rows`` to L2. A hint; nothing waits for it."""
     LINES: tl.constexpr = (WIDTH + _LINE - 1) // _LINE
     SIDE: tl.constexpr = 1 if LINES == 1 else (2 if LINES == 2 else 4)
     line = tl.arange(0, SIDE)
@@ -39,10 +39,10 @@ def prefetch(rows, there, WIDTH: tl.constexpr):
 
 @triton.jit
 def rows_at(cache, page, token, first, STEP: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
-            SLOT_STRIDE: tl.constexpr, FAR: tl.constexpr):  # fmt: skip
+            SLOT_STRIDE: tl.constexpr, INT64: tl.constexpr):  # fmt: skip
     """Return the addresses of a step's rows. ``page`` is a scalar if a step lies in one page, or one per token."""
     at = cache + page.to(tl.int64) * PAGE_STRIDE
-    if FAR:
+    if INT64:
         return at + (token % PAGE_SIZE).to(tl.int64) * SLOT_STRIDE
     if PAGE_SIZE % STEP == 0:
         return at + first % PAGE_SIZE * SLOT_STRIDE + tl.arange(0, STEP) * SLOT_STRIDE
@@ -50,10 +50,10 @@ def rows_at(cache, page, token, first, STEP: tl.constexpr, PAGE_SIZE: tl.constex
 
 
 @triton.jit
-def columns(WIDTH: tl.constexpr, PACK: tl.constexpr, FAR: tl.constexpr):
-    """Return the columns for ``load`` in units of 16 bits, as 64-bit integers if offsets need them."""
+def columns(WIDTH: tl.constexpr, PACK: tl.constexpr, INT64: tl.constexpr):
+    """Return the columns for ``load`` in units of 16 bits, as int64 if ``INT64``."""
     column = tl.arange(0, WIDTH // PACK)
-    if FAR:
+    if INT64:
         column = column.to(tl.int64)
     return column
 

@@ -1,8 +1,8 @@
-"""KV splits at absolute positions: the arithmetic of batch-invariant results.
+"""KV splits at absolute positions, for batch-invariant results.
 
 A request's cache rows are split at the same positions whatever the batch: ``SHORT`` splits of ``SPLIT`` rows, as many
-of twice and twice as many of four times that length, and all others of eight times. Short splits share a short request
-among many programs, long ones keep the number of partial results small. If ``SHORT`` is 0, all have ``SPLIT`` rows.
+of twice and twice as many of four times that length, and all others of eight times. Short splits let many programs
+share a short request; long ones limit the number of partial results. If ``SHORT`` is 0, all have ``SPLIT`` rows.
 
 The result is the sum of all splits' partial results from the first to the last, and that order is the only one. A
 program may add some of them itself (``add_split``), or leave them to the merge kernel: both give the same bits. For
