@@ -76,7 +76,7 @@ def attend(
         "PAGE_STRIDE": page_size * row,
         "SLOT_STRIDE": row,
         "LSE": True,
-        "APART": apart,
+        "SEPARATE_Q_ROPE": apart,
         "OVERLAP": cut["overlap"],
         "SELECTED": selected,
     }

@@ -1,4 +1,4 @@
-"""Codec of NVFP4 rows: two e2m1 values per byte, the first in the low bits, and an e4m3 scale per 16 values."""
+"""Codec of ``nvfp4``: two e2m1 values per byte, the first in the low nibble, and an e4m3 scale per 16 values."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ _LARGEST, _LARGEST_SCALE = 6.0, 448.0
 
 
 def encode(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Encode rows ``[..., width]``: bytes ``[..., width / 2]`` uint8, scales ``[..., width / 16]`` e4m3."""
     groups = rows.float().unflatten(-1, (-1, _GROUP))
-    # By a tensor: on a GPU torch divides by a Python number by multiplying with its inverse, which rounds twice.
+    # Divide by a tensor: on a GPU, torch multiplies by the inverse of a Python number, which rounds twice.
     largest = groups.abs().amax(-1) / groups.new_full((), _LARGEST)
     scales = largest.clamp(max=_LARGEST_SCALE).to(torch.float8_e4m3fn)
     divisor = scales.float().unsqueeze(-1)
@@ -27,11 +28,12 @@ def encode(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode(parts: Sequence[Tensor]) -> Tensor:
+    """Decode the parts of ``encode`` to float32 rows ``[..., width]``."""
     packed, scales = parts
     codes = packed.to(torch.int16)
     codes = torch.stack((codes, codes >> 4), -1).flatten(-2)
-    # The exponent and mantissa bits of e2m1 are the lowest exponent bits of a float16 number 2 ** 14 times smaller. A
-    # table of values would be copied to the device, which synchronises.
+    # The bits of e2m1, shifted into a float16, are its value times 2 ** -14. A lookup table would have to be copied to
+    # the device, which synchronizes.
     bits = (codes & 7) << 9 | (codes & 8) << 12
     values: Tensor = (bits.view(torch.float16).float() * 2.0**14).unflatten(-1, (-1, _GROUP))
     return (values * scales.float().unsqueeze(-1)).flatten(-2)

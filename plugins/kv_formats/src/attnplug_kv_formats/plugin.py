@@ -1,4 +1,4 @@
-"""Plugin entry point: declarations of the formats. Imports no torch."""
+"""Plugin entry point: declarations of the KV formats. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernel of the formats that writes rows on a GPU. Imports Triton only when a pool is built."""
+"""Factory of the Triton kernels that encode and write rows. Imports Triton only when a pool is built."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 def row_writer(parts: Sequence[Tensor], scale: float) -> RowWriter | None:
-    """Return the writer of rows in ``parts``; ``None`` if Triton is missing or columns are not adjacent."""
+    """Return a writer into ``parts``, ``[pages, page_size, heads, columns]`` each, with the layer's ``scale``.
+
+    ``None`` if Triton is missing or columns are not adjacent.
+    """
     if any(part.stride(3) != 1 and part.shape[3] > 1 for part in parts):
         return None
     try:

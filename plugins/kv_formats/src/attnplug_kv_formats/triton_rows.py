@@ -16,9 +16,9 @@ _SMALLEST_SCALE = tl.constexpr(1e-6)
 
 @triton.jit
 def _e4m3_code(size):
-    """Return the e4m3 codes of float32 numbers from 0 to 448, or NaN, as integers; rounds halves to even.
+    """Return the e4m3 codes of float32 values from 0 to 448, or NaN, as int32; rounds halves to even.
 
-    Integer arithmetic, because Triton converts to e4m3 only from SM 89 on.
+    It uses integer arithmetic, because Triton converts to e4m3 only from SM 89 on.
     """
     # Numbers below 2 ** -6 are multiples of 2 ** -9: adding 2 ** 14 leaves that multiple in the lowest bits.
     small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
@@ -37,7 +37,7 @@ def _largest(sizes, AXIS: tl.constexpr):
 
 @triton.jit
 def _round_e2m1(size):
-    """Return the e2m1 codes of float32 numbers from 0 as int32. Halves go to the even code."""
+    """Return the e2m1 codes of non-negative float32 values as int32; rounds halves to even."""
     code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
     code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
     return code + (size > 5.0).to(tl.int32)
@@ -72,7 +72,7 @@ def _write_nvfp4(at, scale_at, row_at, divisor, WIDTH: tl.constexpr, BLOCK: tl.c
     largest = tl.div_rn(_largest(tl.abs(row), 1), 6.0)
     code = _e4m3_code(tl.where(largest > _E4M3, _E4M3, largest))
     tl.store(scale_at + group, code.to(tl.uint8), mask=exist)
-    # The scale as it is read back. Its bits are those of a number 2 ** 120 times smaller, unless it is subnormal.
+    # The scale as it will be read. A normal code, shifted into a float32, is the scale times 2 ** -120.
     normal = (code << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
     scale = tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)
     scale = tl.where(code == 127, float("nan"), tl.where(code == 0, float("inf"), scale))
@@ -116,9 +116,9 @@ def _write(
     WIDTH: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr, NVFP4: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and head. Padding is detected here, which needs no synchronisation."""
+    """Write one row per program (token, head). Rows with a slot outside the pool (padding) are skipped."""
     if EARLY:
-        gdc_launch_dependents()  # attention that is launched early can start its prologue; it waits for these rows
+        gdc_launch_dependents()  # dependent kernels can start their prologue; they wait for these rows
         gdc_wait()  # for the kernels that wrote slots and rows
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
@@ -140,7 +140,7 @@ def _write_pairs(
     V_SCALE_PAGE: tl.constexpr, V_SCALE_SLOT: tl.constexpr, V_SCALE_HEAD: tl.constexpr, V_WIDTH: tl.constexpr,
     V_BLOCK: tl.constexpr, NVFP4: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Same as ``_write``, for keys in the first half of a token's programs and values in the other."""
+    """Write keys in the first half of a token's programs and values in the second half, like ``_write``."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -164,7 +164,7 @@ def _write_pairs(
 class RowWriter:
     """Writes rows ``[tokens, heads, width]`` into the parts of their format with one launch; see ``KVFormat.kernels``.
 
-    Constants of the parts are computed once, not per call.
+    Launch constants are computed once per pool. ``early``: use programmatic dependent launch.
     """
 
     def __init__(self, parts: Sequence[Tensor], scale: float, *, early: bool) -> None:
@@ -194,6 +194,7 @@ class RowWriter:
         return PairWriter(self, values)
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
+        """Write ``rows`` to ``slots`` ``[tokens]``; slots outside the pool are skipped."""
         if not rows.shape[0]:
             return
         slots, rows = _dense(slots), _dense(rows)
@@ -214,6 +215,7 @@ class PairWriter:
         }
 
     def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write keys ``[tokens, heads, dim]`` and values ``[tokens, heads, v_dim]`` to ``slots`` ``[tokens]``."""
         if not k.shape[0]:
             return
         slots, k, v = _dense(slots), _dense(k), _dense(v)

@@ -148,7 +148,7 @@ def launch_attend(
         "PAGE_STRIDE": pages.stride(0),
         "SLOT_STRIDE": pages.stride(1),
         "LSE": lse is not None,
-        "APART": q_rope is not None,
+        "SEPARATE_Q_ROPE": q_rope is not None,
         "OVERLAP": configuration.overlap,
         "SELECTED": selected,
         "num_warps": configuration.warps,

@@ -1,4 +1,4 @@
-"""Kernel configurations by batch shape: a table per kind of cache rows, and the adjustment to a GPU's shared memory.
+"""Kernel configurations by batch shape: a table per row format, and the adjustment to a GPU's shared memory.
 
 A shape is the number of (query token, head) rows per request, the number of requests, and the capacity of the page
 table. Lengths are not part of it: they are known on the device only, a captured graph serves any, and the schedule
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Kernel = Literal["triton", "low", "wide"]
+"""``triton_attention``, ``gluon_low`` (tiles of 16 rows) or ``gluon_wide`` (tiles of 64 rows)."""
 RowFormat = Literal["plain", "fp8", "fp8_per_token_head", "fp8_ds_mla", "nvfp4"]
 """Names of KV formats in the Triton kernel: 16-bit values, e4m3 with one scale per layer, and others by name."""
 Merge = Literal["last", "kernel"]
@@ -36,7 +37,7 @@ class MLAKernelConfig:
     least_steps: int = 1
     """Minimum steps of a program that has work. With little work, some programs have none."""
     part_cost: float = 0.0
-    """Cost of merging one more split, in steps. Above 0, long requests have fewer splits."""
+    """Cost of merging another split, in steps. If it is above 0, long requests have fewer splits."""
     merge: Merge = "kernel"
     """Merge of a tile's KV splits: by the program that finishes ``last``, or by a separate ``kernel``, which requires
     the same number of rows in every request."""
@@ -55,9 +56,11 @@ class MLAKernelConfig:
     """Splits get longer with their position."""
 
 
-ANY = 1 << 30
+ANY = 1 << 30  # no limit
 
 Table = tuple[tuple[int, int, int, MLAKernelConfig], ...]
+"""Entries: maximum (query token, head) rows per request, maximum requests, maximum cache rows per request, and the
+configuration. The first match applies."""
 
 # Chosen from benchmarks/results/triton_mla_cuts_h200.json. Few short requests with many rows use tiles of 16: more
 # programs share the work, and each reads less before it starts.
@@ -69,7 +72,6 @@ _WIDE = MLAKernelConfig(64, 64, 8, 2, "wide", merge_parts=16, merge_columns=512,
 _WIDE_SOME = replace(_WIDE, merge_parts=32, merge_columns=64, merge_warps=1)
 _WIDE_FEW = replace(_WIDE, merge_parts=64, merge_columns=64, merge_warps=2, part_cost=1 / 16)
 TABLE: Table = (
-    # maximum rows per request, maximum requests, maximum cache rows per request
     (16, 2, ANY, _LOW_FEW),
     (16, 8, ANY, _LOW_SOME),
     (16, 32, ANY, _LOW),
@@ -128,8 +130,8 @@ INVARIANT = replace(_LOW_MANY, split=128, grows=True), replace(_TALL, split=128,
 """Configurations of models with few heads if levels of invariance beyond ``run`` are requested, the smallest tiles
 first. Bits do not depend on the tile: both multiply by mma.sync, whose rows are independent."""
 INVARIANT_WIDE = (replace(_WIDE, split=512),)
-"""The same for models with many heads. A program that continues a tile adds up its splits in L2, which is 256 KiB read
-and written, so there are no shorter ones."""
+"""The same for models with many heads. A program that continues a tile adds up its splits in L2, which reads and writes
+256 KiB per split, so splits are long."""
 _INVARIANT_HEADS = 32
 """Maximum heads of ``INVARIANT``: a tile has all of a token's."""
 
@@ -168,8 +170,8 @@ def max_partial_rows(multiprocessors: int) -> int:
 class MLAKernelLimits:
     """Limits of a configuration: SM version, shared memory per program, bytes per query row and per cache row.
 
-    ``copied``: Gluon kernels can copy the cache rows. ``converted_bytes``: shared memory per row of a step for its
-    converted values; 0 if they are not converted.
+    ``copied``: cache rows are aligned for the Gluon kernels' asynchronous copies. ``converted_bytes``: shared memory
+    per row of a step for its converted values; 0 if they are not converted.
     """
 
     sm: int
@@ -183,8 +185,8 @@ class MLAKernelLimits:
 def fit_config(configuration: MLAKernelConfig, limits: MLAKernelLimits) -> MLAKernelConfig:
     """Return ``configuration``, with fewer stages, shorter steps or smaller tiles if it exceeds the limits."""
     fits = configuration
-    served = limits.sm == 90 and limits.copied and _shared_bytes(fits, limits) <= limits.shared_bytes
-    if not served:
+    runs_gluon = limits.sm == 90 and limits.copied and _shared_bytes(fits, limits) <= limits.shared_bytes
+    if not runs_gluon:
         fits = on_triton(fits)
     if limits.sm < 90:
         fits = replace(fits, overlap=False)

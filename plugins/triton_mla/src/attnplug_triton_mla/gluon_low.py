@@ -1,7 +1,7 @@
-"""MLA for up to 16 rows of a tile on SM 90: each of four warps has a quarter of the latent.
+"""MLA kernel in Gluon for tiles of 16 rows on SM 90: each of four warps processes a quarter of the latent columns.
 
-This kernel replaces ``triton_attention``, with the same bytes and operations; what it saves is waiting. There, every
-warp has a share of a step's tokens when logits are computed, and a share of the columns when values are added up. So
+It replaces ``triton_attention``. Memory traffic and FLOPs are the same, but there is less waiting. There, every warp
+has a share of a step's tokens when logits are computed, and a share of the columns when values are added up. So
 all warps read all queries from shared memory at every step, synchronise to find the largest logit, and pass weights
 through shared memory: five or six barriers. Here warp w has quarter w of the latent in both products:
 
@@ -39,7 +39,7 @@ def _rows_of(COPY: gl.constexpr, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def _ask_for(to, at, there, offset, COPY: gl.constexpr):
+def _copy_async(to, at, there, offset, COPY: gl.constexpr):
     """Copy quarters ``[4, rows, columns]`` that start ``offset`` after ``at``; zeros for masked elements."""
     COLUMNS: gl.constexpr = to.shape[2]
     quarter = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, COPY)))
@@ -60,7 +60,7 @@ def _page_of(
 
 
 @gluon.jit
-def _ask_for_rows(
+def _copy_rows_async(
     to, cache, page, token, end_token, offset,
     COPY: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_STRIDE: gl.constexpr, SLOT_STRIDE: gl.constexpr,
     SELECTED: gl.constexpr,
@@ -75,18 +75,18 @@ def _ask_for_rows(
         at = cache + page.to(gl.int64) * PAGE_STRIDE + token % PAGE_SIZE * SLOT_STRIDE + row * SLOT_STRIDE
     else:
         at = cache + page.to(gl.int64) * PAGE_STRIDE + (token + row) % PAGE_SIZE * SLOT_STRIDE
-    _ask_for(to, at, there, offset, COPY)
+    _copy_async(to, at, there, offset, COPY)
 
 
 @gluon.jit
-def _ask_for_step(
+def _copy_step_async(
     rows, rope, cache, page, rope_page, token, end_token, COPY: gl.constexpr, COPY_ROPE: gl.constexpr,
     RANK: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_STRIDE: gl.constexpr,
     SLOT_STRIDE: gl.constexpr, SELECTED: gl.constexpr,
 ):  # fmt: skip
-    _ask_for_rows(rows, cache, page, token, end_token, 0, COPY, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE, SELECTED)
+    _copy_rows_async(rows, cache, page, token, end_token, 0, COPY, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE, SELECTED)
     if ROPE > 0:
-        _ask_for_rows(
+        _copy_rows_async(
             rope, cache, rope_page, token, end_token, RANK, COPY_ROPE, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE, SELECTED
         )  # fmt: skip
     async_copy.commit_group()
@@ -134,7 +134,7 @@ def attend_low(
     q_row, q_head, q_rope_row, q_rope_head, table_row, table_column, scale, out_scale,
     HEADS: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_STRIDE: gl.constexpr,
     SLOT_STRIDE: gl.constexpr, STEP: gl.constexpr, BUFFERS: gl.constexpr, LSE: gl.constexpr,
-    APART: gl.constexpr, OVERLAP: gl.constexpr, SELECTED: gl.constexpr,
+    SEPARATE_Q_ROPE: gl.constexpr, OVERLAP: gl.constexpr, SELECTED: gl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()  # the next kernel may start, and waits for our last store
@@ -188,17 +188,17 @@ def attend_low(
         q_at = q + (begin + number // HEADS).to(gl.int64) * q_row + number % HEADS * q_head
         rope_number = tile * TILE + _rows_of(COPY_ROPE, TILE)
         rope_query, rope_head = (begin + rope_number // HEADS).to(gl.int64), rope_number % HEADS
-        if APART:
+        if SEPARATE_Q_ROPE:
             q_rope_at = q_rope + rope_query * q_rope_row + rope_head * q_rope_head
         else:
             q_rope_at = q + RANK + rope_query * q_row + rope_head * q_head
         if OVERLAP and at == start and not SELECTED:
             gdc_wait()  # for queries and cache rows; schedule and page table are older
-        _ask_for(q_shared, q_at, number < new * HEADS, 0, COPY)
+        _copy_async(q_shared, q_at, number < new * HEADS, 0, COPY)
         if ROPE > 0:
-            _ask_for(q_rope_shared, q_rope_at, rope_number < new * HEADS, 0, COPY_ROPE)
+            _copy_async(q_rope_shared, q_rope_at, rope_number < new * HEADS, 0, COPY_ROPE)
         for buffer in gl.static_range(BUFFERS):
-            _ask_for_step(
+            _copy_step_async(
                 rows_shared.index(buffer), rope_shared.index(buffer), cache, pages[buffer], rope_pages[buffer],
                 first_token + buffer * STEP, end_token,
                 COPY, COPY_ROPE, RANK, ROPE, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE, SELECTED,
@@ -230,7 +230,7 @@ def attend_low(
             dots = logits_shared.load(ALL)
             # There was a barrier between these two, so no warp reads this step's rows any more.
             token = first + BUFFERS * STEP
-            _ask_for_step(
+            _copy_step_async(
                 rows_shared.index(buffer), rope_shared.index(buffer), cache, page, rope_page, token, end_token,
                 COPY, COPY_ROPE, RANK, ROPE, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE, SELECTED,
             )  # fmt: skip

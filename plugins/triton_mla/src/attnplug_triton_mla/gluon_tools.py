@@ -1,4 +1,4 @@
-"""Functions of the Gluon kernels: ``triton_schedule`` and ``triton_merge`` compiled as Gluon, and version shims."""
+"""Functions shared by the Gluon kernels: Triton functions compiled as Gluon, and names that differ between versions."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""MLA for more rows of a request than fit a low tile, on SM 90: 64 rows per tile, by two warp groups.
+"""MLA kernel in Gluon for tiles of 64 rows on SM 90, with two warp groups.
 
 With 64 rows, a step of 64 cache rows is 8.9 MFLOP: 1.7 µs on a multiprocessor, at the 700 TFLOP/s that an H200 reaches
 with large products. Those products use wgmma, which takes both factors from shared memory. Triton uses mma.sync for 16
 and 32 rows, which reads queries into registers again and again, and takes four times as long. For 64 rows Triton uses
-wgmma too, but both warp groups compute all logits, and the next rows are requested after the present step instead of
-before it. Hence this kernel places everything explicitly, in Gluon, Triton's language for that:
+wgmma too, but both warp groups compute all logits, and the next rows are requested after the current step instead of
+before it. Hence this kernel specifies layouts and copies explicitly, in Gluon:
 
 - Queries and two steps' rows are in shared memory as wgmma reads them, 224 of its 227 KiB, copied there without
   registers.
@@ -48,7 +48,7 @@ from attnplug_triton_mla.triton_merge import LN_2
 
 
 @gluon.jit
-def _ask_for(to, to_rope, at, rope_at, there, column, rope_column, ROPE: gl.constexpr):
+def _copy_async(to, to_rope, at, rope_at, there, column, rope_column, ROPE: gl.constexpr):
     """Copy rows to shared memory; zeros for masked rows, because zero times stale memory could be NaN."""
     copy(to, at[:, None] + column[None, :], mask=there[:, None])
     if ROPE > 0:
@@ -56,7 +56,7 @@ def _ask_for(to, to_rope, at, rope_at, there, column, rope_column, ROPE: gl.cons
 
 
 @gluon.jit
-def _ask_for_step(
+def _copy_step_async(
     to, to_rope, cache, table, table_column, page, first, end_token, slot, column, rope_column,
     RANK: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_STRIDE: gl.constexpr,
     SLOT_STRIDE: gl.constexpr, SELECTED: gl.constexpr,
@@ -75,7 +75,7 @@ def _ask_for_step(
     else:
         rows_at = cache + page.to(gl.int64) * PAGE_STRIDE + token % PAGE_SIZE * SLOT_STRIDE
         next_at, ahead = table + (token + STEP) // PAGE_SIZE * table_column, token + STEP
-    _ask_for(to, to_rope, rows_at, rows_at + RANK, there, column, rope_column, ROPE)
+    _copy_async(to, to_rope, rows_at, rows_at + RANK, there, column, rope_column, ROPE)
     async_copy.commit_group()
     return gl.load(next_at, mask=ahead < end_token, other=-1)
 
@@ -113,8 +113,8 @@ def attend_wide(
     q, q_rope, cache, page_table, out, lse, partials, partial_weights, numbers, requests, programs, partial_slots,
     q_row, q_head, q_rope_row, q_rope_head, table_row, table_column, scale, out_scale,
     HEADS: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_STRIDE: gl.constexpr,
-    SLOT_STRIDE: gl.constexpr, LSE: gl.constexpr, APART: gl.constexpr, OVERLAP: gl.constexpr, SELECTED: gl.constexpr,
-    SPLIT: gl.constexpr, GROWS: gl.constexpr, TILE_ROWS: gl.constexpr,
+    SLOT_STRIDE: gl.constexpr, LSE: gl.constexpr, SEPARATE_Q_ROPE: gl.constexpr, OVERLAP: gl.constexpr,
+    SELECTED: gl.constexpr, SPLIT: gl.constexpr, GROWS: gl.constexpr, TILE_ROWS: gl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()  # the next kernel may start, and waits for our last store
@@ -152,7 +152,7 @@ def attend_wide(
         query, head = (begin + q_number // HEADS).to(gl.int64), q_number % HEADS
         q_at = q + query * q_row + head * q_head
         q_rope_at = q_at + RANK
-        if APART:
+        if SEPARATE_Q_ROPE:
             q_rope_at = q_rope + query * q_rope_row + head * q_rope_head
         if ONE_PAGE:
             page = first_page
@@ -161,7 +161,7 @@ def attend_wide(
             page = gl.load(table + token // TABLE_PAGE * table_column, mask=token < end_token, other=-1)
         if OVERLAP and at == start and not SELECTED:
             gdc_wait()  # for queries and cache rows; schedule and page table are older
-        _ask_for(q_shared, q_rope_shared, q_at, q_rope_at, q_number < new * HEADS, column, rope_column, ROPE)
+        _copy_async(q_shared, q_rope_shared, q_at, q_rope_at, q_number < new * HEADS, column, rope_column, ROPE)
 
         row = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, LOGITS))
         seen = gl.minimum(prefix + row // HEADS + 1, kv_len)
@@ -170,11 +170,11 @@ def attend_wide(
         totals = gl.full([TILE, STEP], 0.0, gl.float32, LOGITS)
         sums = gl.full([TILE, RANK], 0.0, gl.float32, SUMS)
         nothing = gl.full([TILE, STEP], 0.0, gl.float32, LOGITS)
-        page = _ask_for_step(
+        page = _copy_step_async(
             rows_shared.index(0), rope_shared.index(0), cache, table, table_column, page, first_token, end_token,
             slot, column, rope_column, RANK, ROPE, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE, SELECTED,
         )  # fmt: skip
-        page = _ask_for_step(
+        page = _copy_step_async(
             rows_shared.index(1), rope_shared.index(1), cache, table, table_column, page, first_token + STEP, end_token,
             slot, column, rope_column, RANK, ROPE, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE, SELECTED,
         )  # fmt: skip
@@ -198,7 +198,7 @@ def attend_wide(
             visible = _visible(first + STEP + position, seen, table, table_column, end_token, SELECTED)
             sums = warpgroup_mma_wait(2 if ROPE > 0 else 1, deps=(added,))
             barrier()  # no warp reads the step's rows and weights any more
-            page = _ask_for_step(
+            page = _copy_step_async(
                 rows_shared.index(buffer), rope_shared.index(buffer), cache, table, table_column, page,
                 first + 2 * STEP, end_token, slot, column, rope_column,
                 RANK, ROPE, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE, SELECTED,

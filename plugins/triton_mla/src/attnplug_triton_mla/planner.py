@@ -1,4 +1,4 @@
-"""Planner: device lengths and page table → the split-KV schedule of a batch, computed on the device."""
+"""Split-KV schedules of batches, computed on the device from lengths and page tables."""
 
 from __future__ import annotations
 

@@ -71,9 +71,9 @@ class SparseLayers:
         """Fill from device lengths, without synchronization."""
         self.index.fill(plan.index, geometry)
         for block in plan.blocks:
-            # A dummy page table: slots are known only after the selection.
-            nowhere = block.counts[:1].expand(len(block.counts), self.index.topk)
-            block.schedule.fill(nowhere, block.counts, None)
+            # Slots are known only after the selection.
+            dummy_table = block.counts[:1].expand(len(block.counts), self.index.topk)
+            block.schedule.fill(dummy_table, block.counts, None)
 
     def slots(self, plan: SparsePlan, selected: SelectedRows) -> Tensor:
         """Return the slots of the selected rows, ``[rows, topk]`` int32, contiguous."""

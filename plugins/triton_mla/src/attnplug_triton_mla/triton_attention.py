@@ -1,19 +1,19 @@
 """Triton MLA kernel over a paged cache, for decode, verify and extend. It runs the schedule of ``triton_schedule``.
 
-Two numbers decide. Bytes: a cache row has 1152 bytes in 16 bits (latent 512, rope 64), and is both key and value. An
-H200 reads 4.2 TB/s, which is 32 GB/s per multiprocessor, so a step of 64 rows takes 2.3 µs if all of them read.
-Operations: M rows of queries take 2 * M * (576 + 512) per cache row. At M = 16 a step is 2.2 MFLOP, a third of a
-microsecond. So decode with few heads waits for bytes. Small batches wait for neither, but for instructions (1.5 µs per
-thousand, with one warp per scheduler) and for loads that depend on each other (0.3 to 0.8 µs each). Hence:
+Memory: a cache row is 1152 bytes in 16 bits (latent 512, rope 64) and is both key and value. An H200 reads 4.2 TB/s,
+32 GB/s per SM, so a step of 64 rows takes 2.3 µs if all SMs read. Compute: M query rows take 2 * M * (576 + 512) FLOP
+per cache row. At M = 16 a step is 2.2 MFLOP, a third of a microsecond. So decode with few heads is memory-bound. Small
+batches are latency-bound: by instructions (1.5 µs per thousand, with one warp per scheduler) and by loads that depend
+on each other (0.3 to 0.8 µs each). Hence:
 
-- A program finds everything that it starts with, its first page included, in a record of its own: one load, then rows.
-  On SM 90 it is launched while the previous kernel still runs. It reads the record and computes its addresses, and only
-  then waits.
-- Rows come in quarters of the latent. The four loads share addresses, so a thread has a quarter as many, and the four
-  products of a step do not depend on each other. A step that lies in one page looks that page up once.
-- A quarter is loaded once, and is both K, transposed, and V. Rope is a separate product.
-- fp8 rows are loaded as 16-bit pairs, because shared memory gives 16-bit matrices transposed, but 8-bit ones only
-  element by element. So the quarters of an fp8 row are the even and the odd columns of each half.
+- A program loads everything that it starts with, including its first page number, from one record, and then its rows.
+  On SM 90 it uses programmatic dependent launch: it reads the record and computes addresses before it waits for the
+  previous kernel.
+- The latent part of a row is loaded in quarters. The four loads share addresses, so a thread has a quarter as many, and
+  the four products of a step do not depend on each other. A step within one page looks that page up once.
+- A quarter is loaded once and used as K, transposed, and as V. Rope is a separate product.
+- fp8 rows are loaded as 16-bit pairs: ``ldmatrix`` transposes 16-bit matrices, while 8-bit ones would be read element
+  by element. So the quarters of an fp8 row are the even and the odd columns of each half.
 - ``fp8_per_token_head`` has a scale per row. It multiplies the logits of the row's column, and its logarithm is added
   before the weights are computed: weights times scales are then at most 1, and fp16 holds the small ones as well as
   without scales. The sum of weights is divided by the scales again. The rope product is in bfloat16.
@@ -25,16 +25,15 @@ thousand, with one warp per scheduler) and for loads that depend on each other (
   SM 90, more rows are for ``gluon_wide``, and few requests for ``gluon_low``.
 - Every program has an equal share of the batch's work, whatever the lengths (see ``triton_schedule``). It writes its
   result directly to the output if its tile is not split.
-- Anything may follow a request's rows, even NaN. It is neither loaded (zeros take its place, since zero times NaN is
-  NaN) nor seen (its logits are -inf).
+- Memory behind a request's last row may hold anything, even NaN. It is not loaded (zeros take its place, because zero
+  times NaN is NaN), and its logits are -inf.
 - With ``SELECTED``, every query token is a request of its own, and the table holds the slots of its cache rows, one by
   one. The kernel just before may have written the table, so it is read after the wait. A slot of -1 is no row.
-- With ``SPLIT``, a program computes splits at absolute positions one by one, each as if it were alone, in one loop:
-  rows of the next split are on their way when a split ends. If it has begun with a tile's first split, it adds up the
-  tile's splits; otherwise it stores each. Weights are summed by a product with ones, whose order is that of values,
-  whatever the tile.
-- With ``TREE``, a new row sees those of the new rows that its bits name. Steps that reach new rows are a loop of their
-  own, which tests the bits: steps before them are as fast as without a tree.
+- With ``SPLIT``, a program computes splits at absolute positions one by one, each independently of the others, in one
+  pipelined loop. If it started with a tile's first split, it adds up the tile's splits; otherwise it stores each.
+  Weights are summed by a product with ones, whose summation order does not depend on the tile.
+- With ``TREE``, a query sees the new rows whose bits are set. Only steps that reach new rows test the bits, in a second
+  loop: steps before them are as fast as without a tree.
 """
 
 from __future__ import annotations
@@ -135,7 +134,7 @@ def _fp16_of_e4m3(code):
 
 @triton.jit
 def _for_groups(scales, COLUMNS: tl.constexpr):
-    """Repeat each column, for all of the columns that it is the scale of."""
+    """Repeat the scale of each group for all of its columns: ``[rows, groups]`` to ``[rows, COLUMNS]``."""
     ROWS: tl.constexpr = scales.shape[0]
     repeated = tl.broadcast_to(tl.expand_dims(scales, 2), [ROWS, scales.shape[1], COLUMNS // scales.shape[1]])
     return tl.reshape(repeated, [ROWS, COLUMNS])
@@ -207,7 +206,7 @@ def _side_by_side(left, right):
 
 @triton.jit
 def _whole_rows(sum_0, sum_1, sum_2, sum_3, FORMAT: tl.constexpr):
-    """Whole rows from the quarters of ``_load_latent``. They change threads only once."""
+    """Join the quarters of ``_load_latent`` to whole rows. Data moves between threads only once."""
     if FORMAT == "plain":
         rows = _side_by_side(_side_by_side(sum_0, sum_1), _side_by_side(sum_2, sum_3))
     elif FORMAT == "nvfp4":
@@ -221,7 +220,7 @@ def _whole_rows(sum_0, sum_1, sum_2, sum_3, FORMAT: tl.constexpr):
 def _store_part(
     partials, partial_weights, partial_slots, slot, top, total, sums, live, RANK: tl.constexpr, TILE_ROWS: tl.constexpr
 ):  # fmt: skip
-    """Store a partial result of ``TILE_ROWS`` rows; no row behind them is live."""
+    """Store a partial result of ``TILE_ROWS`` rows; further rows of the tile are not live."""
     number = tl.arange(0, sums.shape[0])
     slot = slot.to(tl.int64)
     values_at = partials + (slot * TILE_ROWS + number) * RANK
@@ -231,15 +230,15 @@ def _store_part(
     tl.store(weights_at + TILE_ROWS * partial_slots, total, mask=live)
 
 
-# Numbers that change from batch to batch are not specialised: compiling again because one of them is 1 gains nothing.
+# Integers that change from batch to batch are not specialized: another variant for the value 1 would gain nothing.
 @triton.jit(do_not_specialize=["requests", "programs", "partial_slots", "table_row", "tree_row"])
 def attend(
     q, q_rope, cache, page_table, out, lse, partials, partial_weights, numbers, requests, programs, partial_slots,
     q_row, q_head, q_rope_row, q_rope_head, table_row, table_column, scale, out_scale, rope_scale, counters,
     tree, tree_row, tree_column,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
-    MERGE_COLUMNS: tl.constexpr, LSE: tl.constexpr, APART: tl.constexpr, OVERLAP: tl.constexpr, TREE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, MERGE_COLUMNS: tl.constexpr,
+    LSE: tl.constexpr, SEPARATE_Q_ROPE: tl.constexpr, OVERLAP: tl.constexpr, TREE: tl.constexpr,
     SELECTED: tl.constexpr, FORMAT: tl.constexpr, SCALE_AT: tl.constexpr, ROPE_AT: tl.constexpr,
     SPLIT: tl.constexpr, GROWS: tl.constexpr, TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -251,7 +250,7 @@ def attend(
     TOKEN_SCALES: tl.constexpr = FORMAT == "fp8_per_token_head"
     COUNTED: tl.constexpr = tl.bfloat16 if TOKEN_SCALES else TYPE  # fp16 does not hold weights without scales
     # The rotary columns of these formats are in bfloat16, without scales.
-    ROPE_APART: tl.constexpr = ROPE > 0 and (TOKEN_SCALES or FORMAT == "nvfp4" or FORMAT == "fp8_ds_mla")
+    SEPARATE_K_ROPE: tl.constexpr = ROPE > 0 and (TOKEN_SCALES or FORMAT == "nvfp4" or FORMAT == "fp8_ds_mla")
     column, rope_column, position = tl.arange(0, RANK // 4), tl.arange(0, ROPE or 1), tl.arange(0, STEP)
     (
         at, stop, stretch, lead, end, kv_len, prefix, begin, new, stored_at, units, request, tile_start, tile,
@@ -262,7 +261,6 @@ def attend(
         taken, first_token, end_token = rows_of_part(
             at, stop, kv_len, prefix, new, units, tile_start, tile, HEADS, TILE, STEP, 0, False
         )
-        # Which of the tile's rows see which cache rows.
         row = tile * TILE + tl.arange(0, TILE)
         live = row < new * HEADS
         query, head = row // HEADS, row % HEADS
@@ -278,7 +276,7 @@ def attend(
             page = tl.load(table + token // TABLE_PAGE * table_column, mask=token < end_token, other=-1)
         q_at = q + (begin + query).to(tl.int64) * q_row + head * q_head
         q_rope_at = q_at + RANK
-        if APART:
+        if SEPARATE_Q_ROPE:
             q_rope_at = q_rope + (begin + query).to(tl.int64) * q_rope_row + head * q_rope_head
         if OVERLAP and at == start and not SELECTED:
             # Wait for the previous kernel, and so for the one that it waited for: they may have written queries and
@@ -295,13 +293,13 @@ def attend(
             largest = tl.maximum(
                 tl.maximum(_largest(q_0), _largest(q_1)), tl.maximum(_largest(q_2), _largest(q_3))
             )  # fmt: skip
-            if ROPE > 0 and not ROPE_APART:
+            if ROPE > 0 and not SEPARATE_K_ROPE:
                 largest = tl.maximum(largest, _largest(rope_part))
             power = tl.exp2(tl.floor(tl.log2(tl.maximum(largest, 1e-30))))[:, None]
             by = scale * power
             q_0, q_1 = (q_0 / power).to(TYPE), (q_1 / power).to(TYPE)
             q_2, q_3 = (q_2 / power).to(TYPE), (q_3 / power).to(TYPE)
-            if ROPE > 0 and not ROPE_APART:
+            if ROPE > 0 and not SEPARATE_K_ROPE:
                 rope_part = (rope_part / power).to(TYPE)
         if FORMAT == "fp8" and ROPE > 0:
             q_rope_0, q_rope_1 = _even_and_odd(rope_part)
@@ -345,7 +343,7 @@ def attend(
                 rows_0, rows_1, rows_2, rows_3 = _load_latent(slot_at, column, there, RANK, FORMAT, SCALE_AT, TYPE)
                 dot_0, dot_1 = tl.dot(q_0, tl.trans(rows_0)), tl.dot(q_1, tl.trans(rows_1))
                 dot_2, dot_3 = tl.dot(q_2, tl.trans(rows_2)), tl.dot(q_3, tl.trans(rows_3))
-                if ROPE_APART:
+                if SEPARATE_K_ROPE:
                     rope_at = (slot_at + ROPE_AT).to(tl.pointer_type(tl.bfloat16))
                     rope = _load(rope_at, rope_column, there).to(rope_part.dtype)
                     dot_rope = tl.dot(rope_part, tl.trans(rope))
@@ -362,7 +360,7 @@ def attend(
                     token_scale = tl.load(scales_at, mask=there, other=1.0)
                     log2_scale = tl.log2(token_scale)
                     logits *= token_scale[None, :]
-                if ROPE_APART:
+                if SEPARATE_K_ROPE:
                     logits += dot_rope * rope_scale
                 visible = token[None, :] < seen[:, None]
                 if SELECTED:
@@ -450,9 +448,8 @@ def attend(
             if MERGE_COLUMNS > 0:
                 parts, first_slot, other_slots = parts_of_tile(tile_start, units, stretch, programs)
                 counter = counters + other_slots
-                # The program that counts last finds all parts written: the barrier orders each program's own stores
-                # before its count, and the count is a release and an acquire. The counter is reset to zero for the next
-                # call.
+                # The last program to count sees all parts: the barrier orders a program's stores before its count,
+                # which has acquire and release semantics. The counter is reset for the next call.
                 tl.debug_barrier()
                 if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
                     merge_tile(

@@ -1,17 +1,15 @@
-"""Triton merge of partial results: a tile's KV may be split among several programs.
+"""Merge of split-KV partial results in Triton.
 
 A partial result is the sum of its cache rows with weights ``2 ** (logit - top)``, the sum of the weights, and ``top``,
 the largest logit in base 2. Splits are merged in the order of their rows, so results are deterministic.
 
-Bytes in L2 decide. A part of 16 rows is 32 KiB in float32, and one multiprocessor reads about 110 GB/s: 64 parts take
-19 µs on one multiprocessor, and 1 µs on 64 of them. So a separate kernel merges parts, with one row and some columns
-per program (``launch_merge``). It loads as many parts at once as there may be, since loads one after the other wait.
-With few requests a program has one or two warps, which have few others to wait for. If requests have different numbers
-of rows, which that kernel cannot divide, the program that finishes last merges at the end of the attention kernel
-(``merge_tile``).
+L2 bandwidth is the limit. A part of 16 rows is 32 KiB in float32, and one SM reads about 110 GB/s: 64 parts take 19 µs
+on one SM, and 1 µs on 64 of them. So there is a separate kernel with one row and some columns per program (``_merge``).
+It loads all parts at once if registers allow, because dependent loads would wait for each other. With few requests a
+program has one or two warps. That kernel requires the same number of rows in every request. Otherwise the program that
+finishes a tile last merges it at the end of the attention kernel (``merge_tile``).
 
-Splits at absolute positions are added up one after the other by a kernel of their own (``_merge_splits``). It loads
-some of them together.
+``_merge_splits`` adds up splits at absolute positions in order. It loads several at once.
 """
 
 from __future__ import annotations
@@ -133,8 +131,8 @@ def _merge_row(
         values_at = partials + slot[:, None] * (TILE * RANK) + place[None, :]
         weights_at = partial_weights + row * partial_slots + slot
         if OVERLAP and first >= 0:
-            # Wait for the parts, but not for the schedule, which says where they are. No slot is negative, but the
-            # compiler does not know that, and so computes addresses before the wait (Triton 3.9 only some).
+            # Wait for the parts; the schedule, which addresses depend on, is older. No slot is negative, but the
+            # condition keeps the compiler from moving address computation behind the wait (Triton 3.9: only some).
             gdc_wait()
         tops = tl.load(weights_at, mask=there, other=float("-inf"))
         totals = tl.load(weights_at + TILE * partial_slots, mask=there, other=0.0)
