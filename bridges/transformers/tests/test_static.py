@@ -202,7 +202,7 @@ def test_every_step_attends_to_the_columns_that_are_there(kernel, window, sinks,
     valid[1, :11] = valid[2, 5:8] = valid[2, 20] = False
     caches = StaticCaches(BackendRequest("torch_native"))
     for index, pair in enumerate(memory):
-        caches.note(index, *pair, layer)
+        caches.register(index, *pair, layer)
     for last in (18, 19, 20, 39):
         for number, (keys, values) in enumerate(memory):
             for tensor in (keys, values):
@@ -247,7 +247,7 @@ def test_backends_are_asked_for_pages_of_one_row():
 def test_a_capture_of_an_unknown_cache_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(BridgeError, check=naming("CUDA graph")):
-        static_cache._apart(lambda: None, torch.device("cuda"))
+        static_cache._in_new_thread(lambda: None, torch.device("cuda"))
 
 
 def test_errors_of_a_build_reach_the_caller():
@@ -294,7 +294,7 @@ def test_a_backend_without_graphs_is_left_out_of_compiled_steps_on_a_gpu(monkeyp
     monkeypatch.setattr(Tensor, "is_cuda", True)
     monkeypatch.setattr(CacheShape, "of", classmethod(lambda cls, layer, key: _Selected(key)))
     key = torch.zeros(1, 2, 8, 16)
-    caches.note(0, key, torch.zeros(1, 2, 8, 16), layer_of(key, key, key, None, None, None, False))
+    caches.register(0, key, torch.zeros(1, 2, 8, 16), layer_of(key, key, key, None, None, None, False))
     assert caches.breaks_graphs
 
 

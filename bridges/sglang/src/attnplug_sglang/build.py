@@ -75,7 +75,7 @@ def _build(name: str, runner: Any) -> AttnplugBackend:
         table = PageTable(runner.req_to_token_pool.req_to_token, runner.page_size, group.translate)
         groups.append((attention, table, tuple(layer.layer_id for layer in group.layers)))
     backend = AttnplugBackend(runner, layers, groups, _index_select(arguments) if model.is_sparse else None)
-    if runner.use_mla_backend:  # the rows that an indexer selects are attended to where they are
+    if runner.use_mla_backend:  # selected rows are read from the cache in place: absorbed only
         _register_prefill(name, backend, ExtendPath.ABSORBED if model.is_sparse else problem.extend_path)
     logger.info("%s: %s", name, _summary(selection))
     return backend
@@ -121,7 +121,7 @@ def _problem(runner: Any, model: ModelSpec) -> Problem:
 
 
 def _index_select(arguments: Any) -> SelectPositions:
-    """SGLang's selection by the scores of its indexer (``--dsa-topk-backend``)."""
+    """Return SGLang's top-k function over its indexer's scores (``--dsa-topk-backend``)."""
     from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
 
     select: SelectPositions = DSATopKBackend(arguments.dsa_topk_backend).topk_func
@@ -171,9 +171,10 @@ def _context(runner: Any, model: ModelSpec, pools: Any, workspace: WorkspaceOwne
 
 
 def _register_prefill(name: str, backend: AttnplugBackend, path: ExtendPath | None) -> None:
-    """Register how SGLang's MLA models run an extend: by the backend's claims and SGLang's thresholds (C1).
+    """Register the function that chooses the extend path of SGLang's MLA models (C1).
 
-    ``path``: the only one that may run, if the results must not depend on the batch.
+    It depends on the backend's claims and SGLang's thresholds. ``path``: the only one that may run, if results must not
+    depend on the batch.
     """
     from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import is_in_breakable_cuda_graph
     from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import is_in_tc_piecewise_cuda_graph

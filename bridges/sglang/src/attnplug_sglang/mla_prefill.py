@@ -1,4 +1,4 @@
-"""MLA prefill as MHA: the extend path of a batch, and the calls that SGLang makes of the backend (C1, C2)."""
+"""MLA prefill as MHA: choice of a batch's extend path, and its ragged calls (C1, C2)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def extend_path(batch: Any, layer: Any, abilities: frozenset[ExtendPath], captur
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RaggedPart:
-    """One ragged call. ``rows`` are the query rows that take part; ``None`` is all."""
+    """One ragged call. ``rows``: indices of its query rows; ``None`` if it has all rows."""
 
     call: RaggedCall
     rows: Tensor | None
@@ -81,7 +81,8 @@ class RaggedPrefill:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec, batch: Any, step: GroupedStep
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the batch's current call: ``[tokens, heads, v_head_dim]``, and the LSE ``[tokens, heads]`` if requested.
+        """Run the batch's current call; return output ``[tokens, heads, v_head_dim]``, and LSE ``[tokens, heads]`` if
+        requested.
 
         Requests without rows in a chunk, and padding, get zero and -inf.
         """
@@ -121,7 +122,7 @@ def _parts(batch: Any, device: torch.device) -> Sequence[RaggedPart]:
 
 
 def _part(index: int, new: Sequence[int], rows: Sequence[int], device: torch.device, *, causal: bool) -> RaggedPart:
-    """Call of the requests that have both queries and keys: kernels never see an empty span (C3)."""
+    """Return the call of the requests that have both queries and keys: kernels get no empty span (C3)."""
     live = [request for request, pair in enumerate(zip(new, rows, strict=True)) if all(pair)]
     queries, keys = [new[request] for request in live], [rows[request] for request in live]
     call = RaggedCall.of(index, queries, keys, causal=causal, device=device)

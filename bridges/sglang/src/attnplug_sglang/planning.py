@@ -119,7 +119,7 @@ def lengths_of(batch: Any, mode: ForwardMode, max_context: int, *, exact: bool) 
             sum(new), max(total, default=0), max(new, default=0), seq_lens, new_lens, HostLengths(new, total)
         )
     each = new_tokens(batch, mode)
-    before = 0 if mode is ForwardMode.DECODE else each  # the lengths of a verify exclude its new tokens
+    before = 0 if mode is ForwardMode.DECODE else each  # SGLang's lengths of a verify exclude its new tokens
     known = batch.seq_lens_cpu
     host = None
     if exact and known is not None:

@@ -35,8 +35,8 @@ def register() -> None:
     chunked = [PREFIX + name for name, can in {**full, AUTO: any(full.values())}.items() if can]
     names = [PREFIX + name for name in (*sorted(full), AUTO) if PREFIX + name not in _registered]
     add_attention_backend_choices(names)
-    # All of them: a backend that does not claim invariance is refused with the reason. The radix cache changes what is
-    # a prefix and what is prefilled.
+    # All of them: a backend that does not claim invariance is refused later, with the reason. The radix cache requires
+    # ``chunks``: a hit changes which rows are prefilled.
     add_deterministic_attention_backend_choices(names)
     add_radix_supported_deterministic_attention_backend_choices(
         [name for name in names if name != PREFIX + AUTO and "chunks" in claimed[name.removeprefix(PREFIX)]]

@@ -58,7 +58,7 @@ def resolved(arguments: Any) -> Any:
 
 
 def drafts(arguments: Any) -> tuple[int, int]:
-    """Rows that a verify has per request, and branches that a draft keeps at every step: ``(0, 1)`` without drafts."""
+    """Return the rows per request of a verify, and the branches of a draft per step; ``(0, 1)`` without drafts."""
     if arguments.speculative_algorithm is None:
         return 0, 1
     return arguments.speculative_num_draft_tokens or 0, arguments.speculative_eagle_topk or 1

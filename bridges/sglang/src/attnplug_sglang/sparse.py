@@ -1,4 +1,4 @@
-"""Sparse MLA (DeepSeek-V3.2): a planned batch as SGLang's indexer reads it."""
+"""Sparse MLA (DeepSeek-V3.2): metadata of a planned batch for SGLang's indexer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def indexer_dims(config: Any) -> IndexerDims | None:
 
 
 class IndexerMetadata:
-    """Metadata of a planned batch for SGLang's indexer: its ``BaseIndexerMetadata``, by the names of its members.
+    """Metadata of a planned batch for SGLang's indexer, with the members of SGLang's ``BaseIndexerMetadata``.
 
     The indexer scores cached rows and calls ``topk_transform``. Layers pass the result on to attention as
     ``topk_indices``. Decodes and verifies are scored over pages, one row of the page table for each query. Extends are
@@ -50,7 +50,7 @@ class IndexerMetadata:
     paged_mqa_ctx_lens_2d = None
     topk_indices_offset = None
     force_unfused_topk = True
-    """Kernels that select slots instead of positions are not used."""
+    """Forbids SGLang's kernels that select slots instead of positions."""
 
     def __init__(self, geometry: Geometry, select: SelectPositions) -> None:
         self._geometry, self._select = geometry, select
@@ -82,7 +82,7 @@ class IndexerMetadata:
         return self._geometry.seq_lens
 
     def get_seqlens_expanded(self) -> Tensor:
-        """Rows that each query sees, ``[rows]`` int32."""
+        """Return the number of cache rows that each query sees, ``[rows]`` int32."""
         return self._visible
 
     def get_page_table_64(self) -> Tensor:
@@ -94,7 +94,7 @@ class IndexerMetadata:
         raise BackendError("SGLang's indexer reads pages of one row on ROCm, where attnplug has no sparse attention")
 
     def get_indexer_kvcache_range(self) -> tuple[Tensor, Tensor] | None:
-        """First and last gathered row that each query of an extend sees, the last one exclusive."""
+        """Return the first and the end gathered row that each query of an extend sees, ``[rows]`` int32 each."""
         return self._range
 
     def get_indexer_seq_len(self) -> Tensor:
@@ -114,7 +114,7 @@ class IndexerMetadata:
     def topk_transform(
         self, logits: Tensor, topk: int, ks: Tensor | None = None, ke_offset: Tensor | None = None, **_: Any
     ) -> Tensor:
-        """Positions of the best scores. ``ke_offset``: rows that each query sees, for a part of an extend.
+        """Return the positions of the best scores. ``ke_offset``: rows that each query sees, for a part of an extend.
 
         SGLang's other arguments translate positions to slots.
         """

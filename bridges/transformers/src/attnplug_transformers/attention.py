@@ -96,7 +96,7 @@ class AttentionFunction:
         if paged_layer is None:
             _check_shapes(module, query, key, step, step.columns)
             if step.is_fresh and step.columns > step.queries:  # only a static cache has columns to be written later
-                self._static.note(module.layer_idx, key, value, layer)  # type: ignore[arg-type]
+                self._static.register(module.layer_idx, key, value, layer)  # type: ignore[arg-type]
             elif step.position is not None and self._static.find(key, value) is not None:
                 begins = step.begins(layer, key.device)
                 return self._static.attend(

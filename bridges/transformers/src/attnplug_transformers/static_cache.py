@@ -1,9 +1,9 @@
-"""Decode steps over static caches, without a copy and without a graph break under ``torch.compile``.
+"""Decode steps over transformers' ``StaticCache``, without copies and without graph breaks under ``torch.compile``.
 
-A static cache keeps keys and values of a layer as ``[batch, kv_heads, columns, dim]``. Every KV head of a request runs
-as a request of its own, with one KV head. Its rows are then consecutive in memory, and the cache is a pool with pages
-of one row. The page table lists the columns that a request attends to, so it expresses padding and windows, too. It is
-computed on the device in every step, and captured by CUDA graphs along with the backend's plan.
+A static cache keeps keys and values of a layer as ``[batch, kv_heads, columns, dim]``. Each (request, KV head) pair
+runs as a request with one KV head: its rows are contiguous in memory, so the cache is a pool with pages of one row. The
+page table lists the columns that a request attends to, and thereby expresses padding and windows. It is computed on the
+device in every step, and captured by CUDA graphs along with the backend's plan.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ from attnplug_transformers.pages import attention_over, choose, planned, power_o
 
 T = TypeVar("T")
 _FEWEST_COLUMNS = 256
+"""Minimum columns of the bridge's own copy of a cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Shape of the layers of a cache that are planned together. ``layer`` is one KV head with its query heads."""
+    """Shape of cache layers that share a plan. ``layer`` describes one KV head with its query heads."""
 
     layer: LayerSpec
     batch: int
@@ -55,7 +56,7 @@ class CacheShape:
         """Shape of a layer with keys ``[batch, kv_heads, columns, dim]``."""
         batch, kv_heads, columns, _ = key.shape
         group = layer.num_heads // layer.num_kv_heads
-        # The page table has the rows of the window. Sinks differ between KV heads, so the bridge applies them.
+        # The page table implements the window. Sinks differ between KV heads, so the bridge applies them.
         one = replace(layer, num_heads=group, num_kv_heads=1, sliding_window=None, sinks=False)
         return cls(one, batch, kv_heads, columns, key.device, key.dtype)
 
@@ -64,16 +65,17 @@ class CacheShape:
         return self.batch * self.kv_heads
 
     def select(self, request: BackendRequest) -> Selection:
-        """Select backends. Those that CUDA graphs can capture are preferred on a GPU."""
+        """Select backends; on a GPU, prefer those that CUDA graphs can capture."""
         model = ModelSpec("transformers", "transformers", (self.layer,), self.columns)
         problem = problem_of(model, self.device, self.dtype, 1, CacheLayout.TOKEN_MAJOR)
         return choose(request, problem, wants_graphs=self.device.type == "cuda")
 
 
 class CacheLayers:
-    """Attention over the memory of layers with one shape, and the plan of their current step.
+    """Attention over the cache memory of layers with one shape, and the plan of their current step.
 
-    ``memory``: keys ``[batch, kv_heads, columns, dim]`` and values of each layer, contiguous.
+    ``memory`` holds keys ``[batch, kv_heads, columns, dim]`` and values ``[batch, kv_heads, columns, v_dim]`` of each
+    layer, contiguous.
     """
 
     def __init__(self, request: BackendRequest, shape: CacheShape, memory: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -98,7 +100,7 @@ class CacheLayers:
         self._batch: ForwardBatch | None = None
         self.captured = self._attention.graph_level >= GraphLevel.DECODE
         self.step: object = None
-        """Step that the plan is for."""
+        """Identity of the step that the plan is for."""
         if self.captured:
             self._attention.reserve(count, count)
             self._shortest = self._attention.padding_length()
@@ -119,15 +121,18 @@ class CacheLayers:
         )
 
     def plan(self, position: Tensor, columns: int, valid: Tensor | None, window: int | None) -> None:
-        """Plan a step on the device: each request attends to its ``valid`` columns up to ``position``, a tensor of one
-        element, of which there are ``columns``. The step may be captured if ``captured``."""
+        """Plan a step on the device. It may run inside a graph capture if ``captured``.
+
+        Requests attend to those of the first ``columns`` columns that are ``valid`` ``[batch, columns]`` (``None``:
+        all), not behind ``position`` (a tensor of one element), and within ``window``.
+        """
         column = torch.arange(columns, device=self._table.device)
         seen = column <= position
         if window is not None:
             seen = seen & (column > position - window)
         batch = self._firsts.shape[0]
         visible = seen.expand(batch, -1) if valid is None else seen & valid
-        # Columns in ascending order, visible ones first; those behind them are not read.
+        # Visible columns first, in ascending order; entries behind them are not read.
         rank = torch.where(visible, visible.cumsum(1) - 1, columns)
         order = column.new_zeros(batch, columns + 1).scatter_(1, rank, column.expand(batch, -1))[:, None, :columns]
         self._table.view(batch, self._heads, -1)[:, :, :columns] = self._firsts + order
@@ -151,70 +156,70 @@ class CacheLayers:
         out = self._attention.attend(rows, None, None, layer, self._batch, save_kv_cache=False, extras=extras)
         out = out.reshape(-1, 1, heads, out.shape[2])
         if lse is not None and sinks is not None:
-            # A sink is a key with value zero: it only takes a share of the weights.
+            # A sink is a key whose value is zero: it scales the output by 1 - weight of the sink.
             share = torch.sigmoid(lse.view(-1, 1, heads, 1) - sinks.view(heads, 1))
             out = (out.float() * share).to(out.dtype)
         return out
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
-    """Place of a layer's memory among layers that are planned together."""
+class LayerPlace:
+    """Index of a layer's memory in the ``CacheLayers`` that plan it."""
 
     layers: CacheLayers
     index: int
 
 
 class StaticCaches(threading.local):
-    """Static caches that one thread's models have filled, for one backend request.
+    """Registry of the static caches of one thread's models, for one backend request.
 
-    A prefill notes the memory of a cache, layer by layer; the first decode step builds the attention over it. Memory
-    that was not noted (windows, which transformers moves in every step, and copies by a compiler) is copied to pages
+    A prefill registers the memory of a cache, layer by layer; the first decode step builds the attention over it.
+    Unregistered memory (windows, which transformers moves in every step, and copies by a compiler) is copied to pages
     of the bridge, which all layers of a shape share.
     """
 
     def __init__(self, request: BackendRequest) -> None:
         self._request = request
-        self._noted: list[dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor], LayerSpec]]] = []
-        self._places: dict[tuple[int, int], Place] = {}
+        self._registered: list[dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor], LayerSpec]]] = []
+        self._places: dict[tuple[int, int], LayerPlace] = {}
         self._copies: dict[CacheShape, CacheLayers] = {}
         self._steps: dict[Hashable, object] = {}
         self.breaks_graphs = False
-        """True if the backend of a noted cache cannot be captured on its device."""
+        """True if the backend of a registered cache cannot be captured on its device."""
 
-    def note(self, index: int, key: Tensor, value: Tensor, layer: LayerSpec) -> None:
-        """Note the memory of layer ``index`` of a static cache."""
+    def register(self, index: int, key: Tensor, value: Tensor, layer: LayerSpec) -> None:
+        """Register the memory of layer ``index`` of a static cache."""
         if (key.data_ptr(), value.data_ptr()) in self._places or not (key.is_contiguous() and value.is_contiguous()):
             return
-        if not self._noted or index in self._noted[-1]:  # another cache
-            self._noted.append({})
-        self._noted[-1][index] = weakref.ref(key), weakref.ref(value), layer
-        if key.is_cuda and len(self._noted[-1]) == 1:
+        if not self._registered or index in self._registered[-1]:  # another cache
+            self._registered.append({})
+        self._registered[-1][index] = weakref.ref(key), weakref.ref(value), layer
+        if key.is_cuda and len(self._registered[-1]) == 1:
             served = CacheShape.of(layer, key).select(self._request).choices[Role.DECODE].serving
             levels = [backend.spec.capabilities.cuda_graph for backend in served]
             self.breaks_graphs = min(levels) < GraphLevel.DECODE
 
-    def find(self, key: Tensor, value: Tensor) -> Place | None:
-        """Place of a noted layer's memory; ``None`` if it was not noted."""
-        if self._noted:
-            noted, self._noted = self._noted, []
-            for layers in noted:
+    def find(self, key: Tensor, value: Tensor) -> LayerPlace | None:
+        """Return the place of a layer's memory; ``None`` if it was not registered."""
+        if self._registered:
+            registered, self._registered = self._registered, []
+            for layers in registered:
                 self._build(layers)
         return self._places.get((key.data_ptr(), value.data_ptr()))
 
-    def _build(self, noted: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor], LayerSpec]]) -> None:
+    def _build(self, registered: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor], LayerSpec]]) -> None:
         groups: dict[CacheShape, list[tuple[Tensor, Tensor]]] = {}
-        for key_ref, value_ref, layer in noted.values():
+        for key_ref, value_ref, layer in registered.values():
             key, value = key_ref(), value_ref()
             if key is not None and value is not None:
                 groups.setdefault(CacheShape.of(layer, key), []).append((key, value))
         for shape, pairs in groups.items():
-            # .data shares memory but does not keep the cache's own tensor alive, whose end frees the place.
+            # .data shares the memory without keeping the cache's own tensor alive; its finalizer removes the place.
             memory = [(key.data, value.data) for key, value in pairs]
-            layers = _apart(partial(CacheLayers, self._request, shape, memory), shape.device)
+            layers = _in_new_thread(partial(CacheLayers, self._request, shape, memory), shape.device)
             for number, (key, value) in enumerate(pairs):
                 where = key.data_ptr(), value.data_ptr()
-                self._places[where] = Place(layers, number)
+                self._places[where] = LayerPlace(layers, number)
                 weakref.finalize(key, self._places.pop, where, None)
 
     def attend(
@@ -241,17 +246,17 @@ class StaticCaches(threading.local):
             layers.step = current
         return layers.attend(place.index, query, sinks)
 
-    def _copied(self, layer: LayerSpec, key: Tensor, value: Tensor) -> Place:
-        """Place of a copy of the keys and values."""
+    def _copied(self, layer: LayerSpec, key: Tensor, value: Tensor) -> LayerPlace:
+        """Copy keys and values to the bridge's pages; return the place of the copy."""
         columns = key.shape[2]
         shape = CacheShape.of(layer, key)
         shape = replace(shape, columns=power_of_two(max(columns, _FEWEST_COLUMNS)))
         layers = self._copies.get(shape)
         if layers is None:
-            layers = self._copies[shape] = _apart(partial(self._scratch, shape), shape.device)
+            layers = self._copies[shape] = _in_new_thread(partial(self._scratch, shape), shape.device)
         for target, source in zip(layers.memory[0], (key, value), strict=True):
             target[:, :, :columns] = source
-        return Place(layers, 0)
+        return LayerPlace(layers, 0)
 
     def _scratch(self, shape: CacheShape) -> CacheLayers:
         sizes = shape.batch, shape.kv_heads, shape.columns
@@ -260,9 +265,12 @@ class StaticCaches(threading.local):
         return CacheLayers(self._request, shape, [(keys, values)])
 
 
-def _apart(build: Callable[[], T], device: torch.device) -> T:
-    """Build in a new thread: its allocations are kept, but the first compiled step runs in the memory pool of its CUDA
-    graph, to which torch sends the allocations of its own thread. A new thread is not in inference mode either."""
+def _in_new_thread(build: Callable[[], T], device: torch.device) -> T:
+    """Run ``build`` in a new thread and return its result.
+
+    The first compiled step runs inside its CUDA graph's memory pool, which serves all allocations of its thread.
+    Allocations of another thread outlive the graph. A new thread is not in inference mode, either.
+    """
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -287,11 +295,11 @@ def _apart(build: Callable[[], T], device: torch.device) -> T:
 
 
 _caches: list[StaticCaches] = []
-"""Caches of each backend request. A compiled step has the index of its own as a constant."""
+"""Caches of each backend request. A compiled step holds its index as a constant."""
 
 
 def new_caches(request: BackendRequest) -> tuple[int, StaticCaches]:
-    """Return new caches and their number in calls of ``attend_static``."""
+    """Return new caches, and their index for ``attend_static``."""
     _caches.append(StaticCaches(request))
     return len(_caches) - 1, _caches[-1]
 
@@ -310,7 +318,10 @@ def attend_static(
     caches: int,
     starts_step: bool,
 ) -> Tensor:
-    """Decode step of one layer, as an operator that ``torch.compile`` does not trace into."""
+    """Run one layer of a decode step: query ``[batch, heads, 1, dim]`` to ``[batch, 1, heads, v_dim]``.
+
+    A custom operator, so that ``torch.compile`` does not trace into it. ``caches`` is an index of ``new_caches``.
+    """
     layer = layer_of(query, key, value, scale, window, logit_cap, sinks is not None)
     return _caches[caches].attend(layer, query, key, value, position, valid, sinks, starts_step)
 

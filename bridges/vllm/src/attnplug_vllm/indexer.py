@@ -1,9 +1,9 @@
-"""Our index in vLLM, on GPUs on which vLLM's own does not run: SM 80, 89, 120 and others without DeepGEMM.
+"""Sparse indexer for vLLM on GPUs without DeepGEMM (SM 80, 89, 120 and others), where vLLM's own does not run.
 
-vLLM lets packages replace its layer ``SparseAttnIndexer`` (``CustomOp.register_oot``). Ours keeps the layer's inputs in
-static memory. The attention layer, which has the plan of the step, writes the index keys along with its latent rows and
-lets its backend select. The replaced layer's cache is registered with a metadata builder of ours, because vLLM's calls
-DeepGEMM in every decode step.
+vLLM lets packages replace its layer ``SparseAttnIndexer`` (``CustomOp.register_oot``). The replacement copies the
+layer's inputs to static memory. The attention layer, which has the plan of the step, writes the index keys along with
+its latent rows and calls its backend to select rows. The index cache is registered with another metadata builder,
+because vLLM's calls DeepGEMM in every decode step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LAYER = "SparseAttnIndexer"
 
 
 def replace_layer() -> None:
-    """Register our layer in place of vLLM's, unless another package has done so."""
+    """Register ``AttnplugSparseIndexer`` in place of vLLM's layer, unless another package replaced it."""
     if _LAYER not in op_registry_oot:
         CustomOp.register_oot(AttnplugSparseIndexer, name=_LAYER)
 
@@ -47,8 +47,8 @@ def selects(config: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptInputs:
-    """Inputs of an indexer in static memory: q ``[tokens, heads, dim]``, k ``[tokens, dim]``, weights ``[tokens,
-    heads]`` float32. All layers share it, because each is read before the next one runs."""
+    """Static copy of an indexer's inputs: q ``[tokens, heads, dim]``, k ``[tokens, dim]``, weights ``[tokens, heads]``
+    float32. All layers share it, because it is read before the next layer runs."""
 
     q: Tensor
     k: Tensor
@@ -56,7 +56,7 @@ class KeptInputs:
 
 
 _kept: dict[int, KeptInputs] = {}
-"""Memory by the address of the buffer of selected rows, which all layers of a model share."""
+"""Static inputs by the address of vLLM's ``topk_indices_buffer``, which all layers of a model share."""
 
 
 def _memory(buffer: Tensor, heads: int, dim: int, dtype: torch.dtype) -> KeptInputs:
@@ -75,8 +75,10 @@ def _memory(buffer: Tensor, heads: int, dim: int, dtype: torch.dtype) -> KeptInp
 def keep_index_inputs(
     q: Tensor, k: Tensor, weights: Tensor, kept_q: Tensor, kept_k: Tensor, kept_weights: Tensor, factor: float
 ) -> None:
-    """Copy inputs, weights times ``factor``. An operator, so that no compiler converts fp8, for which Triton has no
-    code on SM 80."""
+    """Copy an indexer's inputs to static memory; weights are multiplied by ``factor``.
+
+    A custom operator, so that Inductor does not compile the fp8 conversion, which Triton lacks on SM 80.
+    """
     rows = q.shape[0]
     kept_q[:rows].copy_(q)
     kept_k[:rows].copy_(k)
@@ -84,7 +86,7 @@ def keep_index_inputs(
 
 
 class AttnplugSparseIndexer(SparseAttnIndexer):  # type: ignore[misc] # vLLM is not installed where types are checked
-    """vLLM's layer, or ours if a configuration requests attnplug where vLLM's does not run.
+    """vLLM's indexer layer; the replacement if attnplug is requested and vLLM's own does not run here.
 
     vLLM passes queries in e4m3; their scales and the scale of logits are factors of the weights.
     """
@@ -119,7 +121,7 @@ class AttnplugSparseIndexer(SparseAttnIndexer):  # type: ignore[misc] # vLLM is 
     def write(self, layer: LayerSpec, slots: Tensor) -> None:
         """Write the kept index keys to vLLM's cache, at ``slots`` ``[tokens]``."""
         cache: Tensor = self.k_cache.kv_cache
-        if self.kept is None or not cache.numel():  # a run without caches, which measures memory
+        if self.kept is None or not cache.numel():  # vLLM's memory profiling runs without caches
             return
         if self._pool is None or cache.data_ptr() != self._address:
             self._pool, self._address = index_pool([layer], {layer.layer_id: cache}, cache.shape[1]), cache.data_ptr()
@@ -127,13 +129,13 @@ class AttnplugSparseIndexer(SparseAttnIndexer):  # type: ignore[misc] # vLLM is 
         self._pool.write(layer.layer_id, flat, self.kept.k[: flat.numel()])
 
     def inputs(self, rows: int) -> IndexInputs:
-        """Inputs of the first ``rows`` tokens, whose keys are cached."""
+        """Return the static inputs of the first ``rows`` tokens. Their keys are already in the cache."""
         assert self.kept is not None
         return IndexInputs(self.kept.q[:rows], None, self.kept.weights[:rows])
 
 
 class IndexCache(AttentionLayerBase):  # type: ignore[misc]
-    """Cache of index keys as vLLM's registry of layers has it: vLLM's own memory, with our metadata builder."""
+    """Index key cache in vLLM's ``static_forward_context``: vLLM's memory with ``IndexMetadataBuilder``."""
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
@@ -155,7 +157,7 @@ class IndexCache(AttentionLayerBase):  # type: ignore[misc]
 
 
 class IndexBackend(DeepseekV32IndexerBackend):  # type: ignore[misc]
-    """Backend of the cache of index keys."""
+    """vLLM backend class of the index key cache."""
 
     @staticmethod
     def get_builder_cls() -> type[IndexMetadataBuilder]:
@@ -177,7 +179,7 @@ class IndexMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
 
 
 def index_pool(layers: Sequence[LayerSpec], caches: Mapping[int, Tensor], page_size: int) -> IndexKeyPool:
-    """Pool over vLLM's caches of index keys, ``[blocks, tokens, dim + 4]`` in bytes."""
+    """Return a pool over vLLM's index key caches, ``[blocks, block_size, dim + 4]`` uint8 by layer id."""
     return IndexKeyPool.over(layers, caches, MLA_LAYOUT, page_size=page_size, dtype=DType.FLOAT8_E4M3)
 
 
@@ -189,6 +191,6 @@ def indexed_pools(
     format: KVFormat,
     scales: Mapping[int, float],
 ) -> KVPools:
-    """KV pools over latent rows and index keys of one KV group."""
+    """Return KV pools over the latent rows and index keys of one KV group."""
     latent = mla_pools(layers, caches, page_size, format, scales)
     return KVPools(mla=latent.mla, caches={INDEX_KEYS: index_pool(layers, index_caches, page_size)})

@@ -62,7 +62,7 @@ class AttnplugMLABackend(MLACommonBackend):  # type: ignore[misc] # vLLM is not 
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """64 if supported, so that kernels look up one page for many rows."""
+        """Return 64 if supported, so that kernels look up one page for many rows."""
         preferred = max(default_block_size, 64)
         return preferred if cls.supports_block_size(preferred) else super().get_preferred_block_size(default_block_size)
 
@@ -76,8 +76,10 @@ class AttnplugMLABackend(MLACommonBackend):  # type: ignore[misc] # vLLM is not 
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """Layouts without gaps between a layer's rows, which every backend reads. For vLLM from 0.29 on; up to 0.28
-        there is no other."""
+        """Return the layouts without gaps between a layer's rows, which every backend reads.
+
+        vLLM calls it from 0.29 on; up to 0.28 there are no other layouts.
+        """
         import vllm.v1.kv_cache_interface as caches  # 0.26 has no KVCacheLayout
 
         layouts = caches.KVCacheLayout
@@ -93,7 +95,7 @@ class AttnplugMLABackend(MLACommonBackend):  # type: ignore[misc] # vLLM is not 
 
 
 class AttnplugMLAImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
-    """One attention layer. The metadata builder of its KV group builds a backend from ``spec`` and ``selection``."""
+    """Attention layer. The metadata builder of its KV group builds a backend from ``spec`` and ``selection``."""
 
     can_return_lse_for_decode: bool = True
     supports_dcp: bool = True
@@ -194,7 +196,7 @@ class AttnplugCPUMLAImpl(AttnplugMLAImpl):
 
 
 class AttnplugMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: ignore[misc]
-    """vLLM's own builder with attnplug's decode metadata and, if one is named, an attnplug prefill backend."""
+    """vLLM's metadata builder with attnplug's decode metadata and, if requested, an attnplug prefill backend."""
 
     query_len_support: QueryLenSupport = QueryLenSupport.SINGLE_ONLY
     _attnplug_prefill: AttnplugMLAPrefill | None = None
@@ -230,7 +232,7 @@ class AttnplugMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: 
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
     def _local_lengths(self, seq_lens: Tensor | None) -> Tensor | None:
-        """Number of this rank's rows, with context parallelism."""
+        """Return KV lengths on this rank, with decode context parallelism."""
         parallel = self._arguments[2].parallel_config
         if seq_lens is None or (ranks := parallel.decode_context_parallel_size) == 1:
             return seq_lens
@@ -287,7 +289,7 @@ class AttnplugMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: 
 
 
 class AttnplugMLAPrefill(MLAPrefillBackend):  # type: ignore[misc]
-    """Prefill backend of a KV group. Its builder uses it in place of the one that vLLM selected."""
+    """Prefill backend of a KV group, used in place of the one that vLLM selected."""
 
     ragged: RaggedPrefill
     common: Any = None
@@ -339,10 +341,10 @@ class AttnplugMLAPrefill(MLAPrefillBackend):  # type: ignore[misc]
 
 
 def group_of(kv_cache_spec: Any, names: Sequence[str], config: Any, device: torch.device) -> GroupAttention:
-    """Attention of the layers that share a block table."""
-    every = config.compilation_config.static_forward_context
-    layers = {layer_id: every[name] for name, layer_id in layer_ids(names).items()}
-    first = every[names[0]].impl
+    """Return the attention of the layers that share a block table."""
+    modules = config.compilation_config.static_forward_context
+    layers = {layer_id: modules[name] for name, layer_id in layer_ids(names).items()}
+    first = modules[names[0]].impl
     specs = [replace(layer.impl.spec, layer_id=layer_id) for layer_id, layer in layers.items()]
     return GroupAttention(
         config=config,
@@ -358,7 +360,7 @@ def group_of(kv_cache_spec: Any, names: Sequence[str], config: Any, device: torc
 
 
 def _decode(group: GroupAttention, names: Sequence[str]) -> DecodeGroup:
-    """Decode backends of a KV group."""
+    """Return the decode backends of a KV group."""
     choices = {Role.DECODE: group.selection.choices[Role.DECODE]}
     decode = replace(group, selection=replace(group.selection, choices=choices))
     return DecodeGroup(decode, layer_ids(names), group.config.compilation_config.max_cudagraph_capture_size or 0)
@@ -377,5 +379,5 @@ def choose_for_layer(config: Any, spec: LayerSpec, kv_cache_dtype: str) -> Selec
 def _refused_prefill(config: Any) -> list[Refusal]:
     if "prefill" not in (config.additional_config or {}).get(SECTION, {}):
         return []
-    theirs = config.attention_config.mla_prefill_backend
-    return list(refused_mla_prefill(None if theirs is None else theirs.name, context_ranks(config)))
+    host_backend = config.attention_config.mla_prefill_backend
+    return list(refused_mla_prefill(None if host_backend is None else host_backend.name, context_ranks(config)))

@@ -2,8 +2,8 @@
 
 An indexer selects the cache rows of each token and writes their positions to a buffer that all layers share. Attention
 over these rows runs absorbed, for prefill and decode alike. Prefills of at most ``index_topk`` rows select all of them:
-vLLM runs those as dense MHA on its own prefill backend. Where vLLM's indexer does not run, the backend selects the rows
-before it attends (``indexer``), and the buffer has their slots.
+vLLM runs those as dense MHA on its own prefill backend. If vLLM's indexer does not support the GPU, the backend selects
+the rows (``indexer``), and the buffer holds their slots.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class SparseMLAStep:
 
 
 class AttnplugSparseMLAImpl(SparseMLACommonImpl):  # type: ignore[misc] # vLLM is not installed where types are checked
-    """One sparse attention layer. ``index`` is our index of the layer, if it has one."""
+    """Sparse attention layer. ``index`` is the layer's own attnplug indexer, if it has one."""
 
     supports_dcp: bool = False
     index: AttnplugSparseIndexer | None = None
@@ -171,8 +171,10 @@ class AttnplugSparseMLAImpl(SparseMLACommonImpl):  # type: ignore[misc] # vLLM i
         k_scale: Tensor,
         skip_scale: bool = False,  # from vLLM 0.33 on; for quantized caches
     ) -> None:
-        """Write latent rows, as vLLM does, and with our index also the keys of all new tokens: those of a prefill that
-        runs as dense MHA are selected from later."""
+        """Write latent rows as vLLM does, and index keys if ``index`` is set.
+
+        Index keys are written for all new tokens, also if a prefill runs as dense MHA: later steps select from them.
+        """
         rest = {"skip_scale": True} if skip_scale else {}
         super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, **rest)
         if self.index is not None:
@@ -180,7 +182,7 @@ class AttnplugSparseMLAImpl(SparseMLACommonImpl):  # type: ignore[misc] # vLLM i
 
 
 class AttnplugSparseMLABuilder(SparseMLACommonMetadataBuilder):  # type: ignore[misc]
-    """vLLM's own builder with attnplug's plans."""
+    """vLLM's metadata builder with attnplug's plans."""
 
     metadata_cls = SparseMLAStep
 
@@ -212,7 +214,7 @@ class AttnplugSparseMLABuilder(SparseMLACommonMetadataBuilder):  # type: ignore[
         return DecodeGroup(group, layer_ids(names), capture_size)
 
     def _build_req_id_per_token(self, common_attn_metadata: Any) -> None:
-        """Build nothing: backends plan by request, and a copy to the device is saved."""
+        """Build nothing: backends plan by request. This saves a copy to the device."""
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> SparseMLAStep:
         if len(self._arguments[1]) != len(self._group.specs):  # vLLM appends further draft layers to the list
@@ -231,7 +233,7 @@ class AttnplugSparseMLABuilder(SparseMLACommonMetadataBuilder):  # type: ignore[
         return step
 
     def _part(self, common: Any, requests: int) -> DecodeStep:
-        """Decode step of the first requests."""
+        """Return the decode step of the first ``requests`` requests."""
         starts = common.query_start_loc_cpu[: requests + 1]
         rows = common.num_actual_tokens if requests == common.num_reqs else int(starts[-1])
         longest = 1 if rows == requests else int(starts.diff().max())
