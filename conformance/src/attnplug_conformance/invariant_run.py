@@ -1,7 +1,7 @@
-"""Runs of the steps of a comparison: one backend, and rows of one request that never change.
+"""Runners for comparisons of bits: one backend runs several steps that contain the same rows of one request.
 
-The request under test has the same queries and cache rows in every step. The others, and all page numbers, depend on
-the step's seed.
+The request under test has the same queries and cache rows in every step. The other requests, and all page numbers,
+depend on the step's seed.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from attnplug_conformance.scene import Scene
 from attnplug_sparse.pools import INDEX_KEYS
 
 Results = Mapping[str, Tensor]
-"""Results of the new rows of the request under test, by name."""
+"""Results ``[new rows, …]`` of the request under test, by name."""
 TIES = 3
-"""Rows of the request under test that have the same index key, so that scores are equal."""
+"""Number of adjacent rows of the request under test with the same index key, so that their scores are equal."""
 
 
-class Arena(Protocol):
-    """A backend on which steps run one after the other."""
+class StepRunner(Protocol):
+    """Runs steps one after the other on one backend."""
 
     def run(self, step: Step, *, check: bool = False) -> Results:
-        """Run a step; returns the results of the request under test. ``check``: compare them with float64."""
+        """Run a step; return the results of the request under test. ``check``: also compare them with float64."""
 
 
-def make_arena(context: CheckContext, case: Case, steps: Iterable[Step]) -> Arena:
-    """Build the backend for the layer of ``case``, with room for all ``steps``."""
-    kind = LinearArena if case.kind.is_linear else SparseArena if case.index is not None else DenseArena
+def make_runner(context: CheckContext, case: Case, steps: Iterable[Step]) -> StepRunner:
+    """Build the backend for the layer of ``case``, with capacity for all ``steps``."""
+    kind = LinearRunner if case.kind.is_linear else SparseRunner if case.index is not None else DenseRunner
     return kind(context, case, tuple(steps))
 
 
-class TestedScene(Scene):
-    """Scene of one step. Its cache is a copy for the arena's backend, which reads that of the arena."""
+class StepScene(Scene):
+    """Scene of one step. The backend reads the runner's cache, to which the scene's cache is copied."""
 
     __test__ = False
 
-    def __init__(self, arena: DenseArena, step: Step) -> None:
+    def __init__(self, runner: DenseRunner, step: Step) -> None:
         self.step, self.place = step, len(step.ahead)
         case = replace(
-            arena.case,
+            runner.case,
             lengths=step.lengths,
             mode=step.mode,
             pages=step.pages,
@@ -64,8 +64,8 @@ class TestedScene(Scene):
             exact=step.exact,
             seed=step.seed,
         )
-        super().__init__(arena.context.subject, case, backend=arena.base.backend)
-        q, keys, values, self.sinks = arena.rows
+        super().__init__(runner.context.subject, case, backend=runner.base.backend)
+        q, keys, values, self.sinks = runner.rows
         start, total = sum(self.new[: self.place]), step.total
         self.q[start : start + step.new] = q[step.before : total]
         self.keys[self.place] = keys[:total]
@@ -78,8 +78,8 @@ class TestedScene(Scene):
         return torch.cat([table, more], 1), pages, unused
 
 
-class DenseArena:
-    """MHA or MLA over all rows."""
+class DenseRunner:
+    """Runner of MHA or dense MLA layers."""
 
     def __init__(self, context: CheckContext, case: Case, steps: tuple[Step, ...]) -> None:
         self.context, self.case, self.steps = context, case, steps
@@ -111,8 +111,8 @@ class DenseArena:
     def _capture(self, attention: ModelAttention, shape: tuple[int, int]) -> Capture:
         return Capture(self.base, 0, attention, *shape, lse=self.lse)
 
-    def _scene(self, step: Step) -> TestedScene:
-        return TestedScene(self, step)
+    def _scene(self, step: Step) -> StepScene:
+        return StepScene(self, step)
 
     @cached_property
     def rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -146,7 +146,7 @@ class DenseArena:
         start = sum(scene.new[: scene.place])
         return {name: rows[start : start + step.new].clone() for name, rows in found.items()}
 
-    def _results(self, scene: TestedScene, capture: Capture | None, check: bool) -> dict[str, Tensor]:
+    def _results(self, scene: StepScene, capture: Capture | None, check: bool) -> dict[str, Tensor]:
         if capture is not None:
             capture.put(scene)
             out, lse = capture.replay(), None if capture.extras is None else capture.extras.lse
@@ -158,8 +158,8 @@ class DenseArena:
                 self.context.check_output(scene, output)
         return {"output": out} if lse is None else {"output": out, "log-sum-exp": lse}
 
-    def _put(self, scene: TestedScene) -> None:
-        """Copy the cache of a step to the memory that the backend reads."""
+    def _put(self, scene: StepScene) -> None:
+        """Copy the cache of a step's scene to the memory that the backend reads."""
         for memory, theirs in zip(self.base.cache_tensors(LAYER), scene.cache_tensors(LAYER), strict=True):
             _replace_contents(memory, theirs)
 
@@ -169,12 +169,12 @@ def _replace_contents(memory: Tensor, contents: Tensor) -> None:
     as_bytes(memory)[: len(contents)] = as_bytes(contents)
 
 
-class TestedSparse(SparseScene, TestedScene):
-    """Scene of one step of a sparse layer. Rows of the request under test have equal scores, ``TIES`` by ``TIES``."""
+class SparseStepScene(SparseScene, StepScene):
+    """Scene of one step of a sparse layer. Each ``TIES`` adjacent rows of the request under test have equal scores."""
 
-    def __init__(self, arena: SparseArena, step: Step) -> None:
-        super().__init__(arena, step)
-        keys, q, weights = arena.index_rows
+    def __init__(self, runner: SparseRunner, step: Step) -> None:
+        super().__init__(runner, step)
+        keys, q, weights = runner.index_rows
         start, rows = sum(self.new[: self.place]), slice(step.before, step.total)
         self.index_inputs(sum(self.new))
         assert self.queries is not None
@@ -187,8 +187,8 @@ class TestedSparse(SparseScene, TestedScene):
             as_bytes(memory)[page, offset] = as_bytes(part)
 
 
-class SparseArena(DenseArena):
-    """Sparse MLA: selection by the index, and attention to the selected rows."""
+class SparseRunner(DenseRunner):
+    """Runner of sparse MLA layers: selection by the index, and attention to the selected rows."""
 
     base: SparseScene
 
@@ -198,8 +198,8 @@ class SparseArena(DenseArena):
     def _capture(self, attention: ModelAttention, shape: tuple[int, int]) -> Capture:
         return SparseCapture(self.base, attention, *shape)
 
-    def _scene(self, step: Step) -> TestedScene:
-        return TestedSparse(self, step)
+    def _scene(self, step: Step) -> StepScene:
+        return SparseStepScene(self, step)
 
     @cached_property
     def index_rows(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -211,8 +211,8 @@ class SparseArena(DenseArena):
         alike = torch.arange(len(keys), device=keys.device) // TIES * TIES
         return keys[alike], q, weights.float().abs() if self.base.index_coded else weights.float()
 
-    def _results(self, scene: TestedScene, capture: Capture | None, check: bool) -> dict[str, Tensor]:
-        assert isinstance(scene, TestedSparse)
+    def _results(self, scene: StepScene, capture: Capture | None, check: bool) -> dict[str, Tensor]:
+        assert isinstance(scene, SparseStepScene)
         lse = None
         if capture is not None:
             assert isinstance(capture, SparseCapture)
@@ -236,8 +236,8 @@ class SparseArena(DenseArena):
         return {"selected rows": chosen, "output": out} | ({} if lse is None else {"log-sum-exp": lse})
 
 
-class LinearArena:
-    """Linear layers. Cached rows of the request under test are extended first, at once, from a state of zeros."""
+class LinearRunner:
+    """Runner of linear layers. Cached rows of the request under test are first run as one extend from a zero state."""
 
     def __init__(self, context: CheckContext, case: Case, steps: tuple[Step, ...]) -> None:
         self.context, self.case, self.steps = context, case, steps
@@ -248,7 +248,7 @@ class LinearArena:
         rows = max(max(step.rows, step.total) for step in self.steps)
         lengths = ((0, -(-rows // requests)),) * requests
         self.states: dict[int, list[Tensor] | None] = {}
-        """States of the request under test behind a number of rows."""
+        """States of the request under test after a number of rows."""
         self.base = LinearScene(self.context.subject, replace(self.case, lengths=lengths))
 
     @cached_property
@@ -283,7 +283,7 @@ class LinearArena:
         return results, after
 
     def _scene(self, step: Step, states: list[Tensor] | None) -> LinearScene:
-        """Scene of one step in the arena's pool."""
+        """Return the scene of one step, with its states in the runner's pool."""
         case = replace(self.case, lengths=step.lengths, mode=step.mode, padded_requests=step.padded, seed=step.seed)
         scene, place, tested = LinearScene(self.context.subject, case, self.base.backend), len(step.ahead), self.tested
         scene.weight, scene.bias = tested.weight, tested.bias

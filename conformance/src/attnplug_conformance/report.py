@@ -1,4 +1,4 @@
-"""Reports of a run: for the console, as JSON, as JUnit XML, and as one HTML page that needs no other file."""
+"""Reports of a conformance run: console text, JSON, JUnit XML, and a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ tr { border-bottom: 1px solid #e3e7ee } code { font-size: .85em }
 """
 
 
-_NAMED = 8
-"""Number of further checks with the same failure that the console report names."""
+_MAX_NAMES = 8
+"""Maximum number of further checks with the same failure that the console report names."""
 
 
 def environment(verdict: Verdict) -> str:
@@ -40,7 +40,7 @@ def environment(verdict: Verdict) -> str:
 
 
 def kit(verdict: Verdict) -> str:
-    """Describe the kit of a run: version, contract whose checks are required, digest of the verdicts."""
+    """Describe the kit of a run: its version, the contract whose checks are required, and the digest of results."""
     return f"kit {_kit_version()}, contract {verdict.contract}, digest {verdict.digest[:16]}"
 
 
@@ -77,14 +77,15 @@ def lines(verdict: Verdict) -> Iterator[str]:
     for first, *others in alike.values():
         yield from failure(first, verdict)
         if others:
-            names = ", ".join(result.check.name for result in others[:_NAMED])
-            yield f"  the same in: {names}" + f" and {len(others) - _NAMED} more" * (len(others) > _NAMED)
+            names = ", ".join(result.check.name for result in others[:_MAX_NAMES])
+            yield f"  the same in: {names}" + f" and {len(others) - _MAX_NAMES} more" * (len(others) > _MAX_NAMES)
     for problem in verdict.problems:
         yield f"PROBLEM {problem}"
     yield summary(verdict)
 
 
 def failure(result: Result, verdict: Verdict) -> Iterator[str]:
+    """Yield the lines of one failure."""
     yield f"FAILED {result.check.name}: {result.message}"
     yield f"  must hold: {result.check.requirement}"
     if result.case:
@@ -93,6 +94,7 @@ def failure(result: Result, verdict: Verdict) -> Iterator[str]:
 
 
 def summary(verdict: Verdict) -> str:
+    """Return the last line of the console report."""
     counts = Counter(result.status for result in verdict.results)
     counted = ", ".join(f"{counts[status]} {status}" for status in Status if counts[status] or status is Status.FAILED)
     quick = " (quick)" if verdict.quick else ""
@@ -101,6 +103,7 @@ def summary(verdict: Verdict) -> str:
 
 
 def as_json(verdict: Verdict) -> dict[str, object]:
+    """Return the report as JSON values."""
     subject = verdict.subject
     return {
         "backend": subject.name,
@@ -188,7 +191,7 @@ def _printable(text: str) -> str:
 
 
 def as_html(verdict: Verdict) -> str:
-    """Render one page: claims by results, failures, errors by length, times by rows, and every check."""
+    """Render an HTML page: results by claim, failures, errors by length, times by rows, and every check."""
     subject, escape = verdict.subject, html.escape
     statuses = list(Status)
     head = "".join(f"<th>{status}</th>" for status in statuses)
@@ -220,7 +223,7 @@ def as_html(verdict: Verdict) -> str:
 
 
 def _errors(measured: Iterable[Measured]) -> str:
-    """Table of the largest error, relative to the allowed one, by the longest request of a call."""
+    """Render a table of the largest error, relative to the tolerance, by the longest request of a call."""
     found: dict[int, list[float]] = {}
     for one in measured:
         found.setdefault(_next_power_of_two(one.longest), []).append(one.error / one.tolerance)
@@ -231,7 +234,7 @@ def _errors(measured: Iterable[Measured]) -> str:
 
 
 def _times(measured: Iterable[Measured]) -> str:
-    """Table of the median time by the new rows of a call."""
+    """Render a table of the median time by the new rows of a call."""
     found: dict[int, list[float]] = {}
     for one in measured:
         if one.run_s:
@@ -243,5 +246,4 @@ def _times(measured: Iterable[Measured]) -> str:
 
 
 def _next_power_of_two(count: int) -> int:
-    """Next power of two."""
     return 1 << max(count - 1, 0).bit_length()

@@ -1,7 +1,7 @@
-"""Test scenes: a backend, scattered pages, NaN in all memory that must not be read, and float64 results.
+"""Test scenes: a backend, scattered pages, NaN in all memory that must not be read, and float64 references.
 
-The model has three layers; the middle one is under test. The caches of the others are NaN, and so are rows of no
-request, so that reading them gives NaN. ``zero_region`` names a region filled with zeros instead: a diagnosis finds the
+The model has three layers; the middle one is under test. The caches of the others are NaN, and so are rows that belong
+to no request. ``zero_region`` names a region filled with zeros instead: a diagnosis finds the
 region that was read by zeroing one after the other.
 """
 
@@ -59,7 +59,7 @@ POISONED = {
 }
 """Regions that must not be read, with the message for a backend that reads them."""
 FAR = 1 << 16
-"""Number of slots before the first page of a scene with far pages."""
+"""Minimum slot number of a scene with ``far`` pages."""
 MAX_NEGATIVE_LOGIT = 2000.0
 """Bound of negative logits. FlashInfer masks with -50,000 before scaling, far below any model's logits."""
 SCRATCH_BYTES = 1 << 20
@@ -77,7 +77,7 @@ class Output:
 
 
 class NotATensor(Exception):
-    """A backend returned something else than a tensor. No check, and no hint of one, applies to it."""
+    """A backend returned something other than a tensor, which no further check or diagnosis can inspect."""
 
 
 class Scene:
@@ -150,11 +150,12 @@ class Scene:
         return self.layer.head_dim, self.layer.v_head_dim, self.layer.num_kv_heads
 
     def normal(self, *shape: int) -> Tensor:
+        """Return normal random values, scaled by the case's magnitude, in the case's dtype."""
         made = torch.randn(*shape, generator=self.random) * self.case.magnitude
         return made.to(self.dtype).to(self.device)
 
     def _with_scales(self, rows: Tensor) -> Tensor:
-        """Vary the magnitudes of groups of values, and of rows, so that the scales of a format that has some differ."""
+        """Vary the magnitudes of rows and of groups of values, so that the scales of a quantized format differ."""
         if not self.format.in_bytes:
             return rows
         group, (count, _, width) = self.format.group, rows.shape
@@ -291,11 +292,11 @@ class Scene:
         return pools
 
     def cache_tensors(self, layer_id: int, pools: KVPools | None = None) -> tuple[Tensor, ...]:
-        """Parts of a layer's cache, ``[pages, page_size, heads, …]`` each: of keys and values, or of latent rows."""
+        """Return all tensors of a layer's cache, ``[pages, page_size, heads, …]`` each."""
         return tuple(part for parts in self.contents(layer_id, pools) for part in parts)
 
     def contents(self, layer_id: int, pools: KVPools | None = None) -> tuple[tuple[Tensor, ...], ...]:
-        """Parts of a layer's keys and of its values, or of its latent rows."""
+        """Return the tensors (format parts) of a layer's keys and of its values, or of its latent rows."""
         pools = pools or self.pools
         if pools.mla is not None:
             return (pools.mla.parts(layer_id),)
@@ -304,20 +305,20 @@ class Scene:
 
     @property
     def stored_rows(self) -> tuple[StoredRows, ...]:
-        """Conversions of rows of ``contents`` of the layer under test."""
+        """Codecs of each of the layer's ``contents``."""
         if self.case.mla is not None:
             return (StoredRows(self.format, self.widths[0], self.case.mla.qk_rope_head_dim),)
         return StoredRows(self.format, self.widths[0]), StoredRows(self.format, self.widths[1])
 
     def scales(self, layer_id: int) -> tuple[float, ...]:
-        """Layer scale of each of a layer's ``contents``; 1 for formats without one."""
+        """Return the layer scale of each of a layer's ``contents``; 1 for formats without one."""
         if self.pools.mla is not None:
             return (self.pools.mla.scale(layer_id),)
         assert self.pools.mha is not None
         return self.pools.mha.scales(layer_id)
 
     def cache_rows(self) -> tuple[list[Tensor], ...]:
-        """Rows of every request, in the order of ``contents``."""
+        """Return the rows of every request, in the order of ``contents``."""
         return (self.keys,) if self.case.mla is not None else (self.keys, self.values)
 
     def store(self, layer_id: int, spans: list[tuple[int, int]]) -> None:
@@ -327,12 +328,11 @@ class Scene:
             for request, (start, stop) in enumerate(spans):
                 page, offset = self.places(request, start, stop)
                 for memory, cells in zip(parts, stored.encode(rows[request][start:stop], scale), strict=True):
-                    place = memory.device  # the host, with HiSparse
-                    as_bytes(memory)[page.to(place), offset.to(place)] = as_bytes(cells).to(place)
+                    device = memory.device  # the host, with HiSparse
+                    as_bytes(memory)[page.to(device), offset.to(device)] = as_bytes(cells).to(device)
 
     def read(self, pages: Tensor, offsets: Tensor) -> list[Tensor]:
-        """Rows ``[rows, heads, width]`` float32 of the layer under test at these places: keys and values, or latent
-        rows."""
+        """Return rows ``[rows, heads, width]`` float32 of the layer under test: keys and values, or latent rows."""
         found = []
         for parts, scale, stored in zip(self.contents(LAYER), self.scales(LAYER), self.stored_rows, strict=True):
             cells = [as_bytes(memory)[pages.to(memory.device), offsets.to(memory.device)] for memory in parts]
@@ -341,7 +341,7 @@ class Scene:
         return found
 
     def places(self, request: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Pages and offsets of rows of a request."""
+        """Return pages and offsets of rows ``start … stop`` of a request."""
         position = torch.arange(start, stop)
         page = self.page_table[request, position // self.page_size].long()
         return page.to(self.device), (position % self.page_size).to(self.device)
@@ -370,7 +370,7 @@ class Scene:
         case, device = self.case, self.device
         made = Geometry.of_lengths(
             case.mode,
-            self.page_table.to(device, copy=True),  # a backend that changes it does not change what is expected
+            self.page_table.to(device, copy=True),  # a backend that writes to it must not change the reference
             self.new,
             self.totals,
             self.page_size,
@@ -391,10 +391,11 @@ class Scene:
         return ForwardBatch(geometry, input_ids=torch.zeros(self.rows, dtype=torch.int64, device=self.device))
 
     def new_rows(self, of: list[Tensor]) -> Tensor:
+        """Return the new rows of all requests, from the rows ``of`` each request."""
         return torch.cat([rows[before:] for rows, (before, _) in zip(of, self.case.lengths, strict=True)])
 
     def inputs(self, rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """q, k and v of ``rows`` rows, padding included.
+        """Return q, k and v with ``rows`` rows, padding included.
 
         Padding of k and v is 5.0: NaN written to poisoned memory would not be detected.
         """
@@ -444,6 +445,7 @@ class Scene:
         return Output(out, sums, planned - started, self.now() - planned)
 
     def now(self) -> float:
+        """Synchronize the device and return the time in seconds."""
         if (module := runtime_of(self.device).module) is not None:
             module.synchronize()
         return time.perf_counter()
@@ -455,7 +457,10 @@ class Scene:
         return Rules(layer.scale, layer.sliding_window, layer.logit_cap)
 
     def stored(self, request: int, *, scaled: tuple[bool, bool] = (True, True)) -> tuple[Tensor, Tensor]:
-        """Keys and values of a request as cached, in float64. ``scaled=False`` ignores a scale, as a mistake would."""
+        """Return keys and values of a request as cached, in float64.
+
+        ``scaled`` says whether layer scales of keys and values are applied; a diagnosis leaves one out.
+        """
         found = [
             stored.read_back(rows[request], scale, scaled=used).double()
             for stored, rows, scale, used in zip(
@@ -468,7 +473,7 @@ class Scene:
         return found[0], found[1]
 
     def read_by_tables(self, tables: Tensor) -> Tensor:
-        """Output of a backend that reads the cache by other page tables; NaN if poisoned rows are read."""
+        """Return the output of a backend that reads by other page tables; NaN if it reads poisoned rows."""
         outs = []
         for request, q in enumerate(self.q.split(self.new)):
             position = torch.arange(self.totals[request])
@@ -482,7 +487,7 @@ class Scene:
     def wanted(
         self, rules: Rules | None = None, *, scaled: tuple[bool, bool] = (True, True), sinks: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Expected output and log-sum-exp of all requests, by ``rules`` or the layer's own rules."""
+        """Return expected output and log-sum-exp of all requests, by ``rules`` or the layer's own rules."""
         outs, sums = [], []
         for request, q in enumerate(self.q.split(self.new)):
             keys, values = self.stored(request, scaled=scaled)
@@ -513,10 +518,10 @@ class Scene:
                     yield layer_id, page, offset
 
     def with_zeros(self, region: str) -> Scene:
-        """Same scene with zeros in one ``POISONED`` region instead of NaN."""
+        """Return the same scene with zeros instead of NaN in one ``POISONED`` region."""
         return Scene(self.subject, self.case, region)
 
 
 def _tensors_of(geometry: Geometry) -> dict[str, object]:
-    """Fields of a geometry, by the name that a failure shows."""
+    """Return the fields of a geometry by the names that failures show."""
     return {f"the batch's {field.name}": getattr(geometry, field.name) for field in fields(geometry)}

@@ -1,8 +1,8 @@
-"""Checks of invariance: the bits of a request's rows do not depend on what a claimed level excludes (E3).
+"""Checks of invariance levels: a request's rows have the same bits under all conditions that a level covers (E3).
 
-Each level varies only its own conditions and requests only itself. ``all`` requests every claimed level and varies all
-of their conditions together. Each first batch is also compared with float64: a backend may run other kernels if levels
-are requested.
+The check of a level varies only the level's own conditions and requests only that level. ``all`` requests every claimed
+level and varies all of their conditions together. The first batch of each comparison is also compared with float64: a
+backend may run other kernels if levels are requested.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from attnplug_conformance.checks.accuracy import FEATURES
 from attnplug_conformance.checks.sparse import INDEX
 from attnplug_conformance.diagnosis import CheckFailure
 from attnplug_conformance.invariant_case import PASSES, Comparison, Step, from_text, to_text
-from attnplug_conformance.invariant_run import Arena, Results, make_arena
+from attnplug_conformance.invariant_run import Results, StepRunner, make_runner
 from attnplug_conformance.random_case import UNIFORM, Lengths
 from attnplug_conformance.shrink import shrink
 from attnplug_conformance.subject import Subject, Unclaimed
@@ -34,7 +34,7 @@ from attnplug_conformance.subject import Subject, Unclaimed
 DECODE, EXTEND, MIXED = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED
 VERIFY = ForwardMode.TARGET_VERIFY
 SHARE = 0.1
-"""Share of the budget for random cases that each level may cost; at least one request is compared."""
+"""Share of the time budget for random cases that each level may use; at least one pair of batches is compared."""
 REPEATS = 6
 """Repetitions of a batch: an autotuner tries several kernels before it settles on one."""
 BLOCKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -49,14 +49,12 @@ ADVICE = {
     "all": "the check of each level varies one condition at a time",
 }
 
-Sizes = tuple[int, int]
-"""Page size and longest request."""
 Pairs = Iterator[tuple[Step, list[Step]]]
 """First batches, each with the batches to compare it with."""
 
 
 class Schedules:
-    """Batches of one layer kind for every level, drawn with a seed."""
+    """Random pairs of batches of one layer, by level: each method named after a level yields its pairs."""
 
     def __init__(self, subject: Subject, case: Case, seed: int) -> None:
         self.subject, self.case, self.rng = subject, case, Random(seed)
@@ -76,7 +74,7 @@ class Schedules:
         return True
 
     def edge(self, most: int) -> int:
-        """Return a number of rows up to ``most``, often next to the end of a tile, split or page."""
+        """Return a random number of rows up to ``most``, often at a boundary of a tile, split or page."""
         rng, most = self.rng, max(most, 1)
         if rng.random() < 0.3:
             return rng.randint(1, most)
@@ -84,7 +82,7 @@ class Schedules:
         return max(1, min(most, block * rng.randint(1, 2) + rng.randint(-1, 1)))
 
     def others(self, count: int, most: int) -> Lengths:
-        """Return random requests with up to ``most`` rows."""
+        """Return ``count`` random requests with fewer than ``most`` cached rows."""
         return tuple((self.edge(most) - 1, self.edge(80 if count < 4 else 5)) for _ in range(count))
 
     def tested(self) -> list[Step]:
@@ -201,22 +199,22 @@ def difference(first: tuple[Step, Results], second: tuple[Step, Results]) -> str
     return None
 
 
-def _compare(arena: Arena, comparison: Comparison) -> str | None:
-    first = comparison.first, arena.run(comparison.first)
+def _compare(runner: StepRunner, comparison: Comparison) -> str | None:
+    first = comparison.first, runner.run(comparison.first)
     for _ in range(comparison.repeats):
-        found = difference(first, (comparison.second, arena.run(comparison.second)))
+        found = difference(first, (comparison.second, runner.run(comparison.second)))
         if found is not None:
             return found
     return None
 
 
 def _outcome(context: CheckContext, comparison: Comparison) -> str | None:
-    """Run a comparison on a new backend; returns the difference, or ``None``."""
-    return _compare(make_arena(context, comparison.case, (comparison.first, comparison.second)), comparison)
+    """Run a comparison on a new backend; return the difference, or ``None``."""
+    return _compare(make_runner(context, comparison.case, (comparison.first, comparison.second)), comparison)
 
 
 def _fit(subject: Subject, level: str, comparison: Comparison) -> Comparison | None:
-    """Return a comparison of the level with the choices that it leaves to the backend; ``None`` if it is refused."""
+    """Return the comparison with open choices filled in for the backend; ``None`` if it is invalid or refused."""
     steps = comparison.first, comparison.second
     if level in ("run", "batch", "graph") and len({(step.before, step.new, step.mode) for step in steps}) > 1:
         return None
@@ -242,7 +240,7 @@ def _failure(context: CheckContext, level: str, comparison: Comparison, found: s
         try:
             return _outcome(context, smaller) is not None
         except Exception:
-            return False  # another fault
+            return False  # another failure
 
     origin = "it differed, but not each time"
     if differs(comparison):
@@ -265,24 +263,24 @@ def _check_level(level: str, context: CheckContext) -> None:
         return
     compared, digest, end = 0, None, time.process_time() + SHARE * subject.budget
     for case in _layers(context):
-        arenas: dict[object, Arena] = {}
+        runners: dict[object, StepRunner] = {}
         pairs = list(getattr(Schedules(subject, case, seed), level)())
         for first, steps in pairs:
             if compared and time.process_time() > end:
                 break
             # A captured batch has the mode and the rows per request of the scene that it is captured in.
             shape = first.mode, first.new
-            if (key := shape if level == "graph" else None) not in arenas:
+            if (key := shape if level == "graph" else None) not in runners:
                 alike = [each for one, others in pairs for each in (one, *others)]
                 alike = [each for each in alike if key is None or (each.mode, each.new) == key]
-                arenas[key] = make_arena(context, case, alike)
-            arena = arenas[key]
-            expected = arena.run(first, check=True)
+                runners[key] = make_runner(context, case, alike)
+            runner = runners[key]
+            expected = runner.run(first, check=True)
             if digest is None:
                 digest = zlib.crc32(b"".join(as_bytes(each).cpu().numpy().tobytes() for each in expected.values()))
             for step in steps:
                 compared += 1
-                if (found := difference((first, expected), (step, arena.run(step)))) is not None:
+                if (found := difference((first, expected), (step, runner.run(step)))) is not None:
                     repeats = REPEATS if level == "run" else 2
                     raise _failure(context, level, Comparison(case, first, step, repeats), found)
     if not compared:
@@ -330,7 +328,10 @@ def _applies(level: str, kind: AttentionKind, sparse: bool, subject: Subject) ->
 
 
 def _check_claim(level: str, kind: AttentionKind, sparse: bool, context: CheckContext) -> None:
-    """Fit a layer to the claims: with log-sum-exps if they are claimed, decoded unless the backend only prefills."""
+    """Check a level on a layer that fits the backend's claims.
+
+    The log-sum-exp is requested if it is claimed. The mode is decode unless the backend only prefills.
+    """
     subject, can = context.subject, context.subject.capabilities
     case = Case(
         ((3, 1),),
@@ -348,6 +349,7 @@ def _check_claim(level: str, kind: AttentionKind, sparse: bool, context: CheckCo
 
 
 def invariance_checks() -> Iterator[Check]:
+    """Yield the checks of every attention kind and level."""
     together = "a row has the same bits if conditions of all claimed levels change together"
     for kind in AttentionKind:
         for sparse in (False, True) if kind is AttentionKind.MLA else (False,):
