@@ -43,7 +43,7 @@ def padded(batch: ForwardBatch, rows: int) -> ForwardBatch:
 def captured(
     mode: ForwardMode, requests: int, per_request: int, *, pages: int, page_size: int, device: torch.device, fill: int
 ) -> ForwardBatch:
-    """Return a batch as a graph is captured with: fixed memory, all requests padding."""
+    """Return a batch for graph capture: static memory, and all requests are padding."""
     return ForwardBatch(
         Geometry(
             mode,

@@ -10,7 +10,7 @@ import runpy
 import sys
 import traceback
 
-import torch  # noqa: F401 - for the forks, as is the next one
+import torch  # noqa: F401 - imported for the forks, like the next one
 import triton.compiler  # noqa: F401
 
 

@@ -49,7 +49,7 @@ def saved_target(folder: Path, name: str, extra: Mapping[str, Tensor], **keys: A
 
 
 class Fed(nn.Module):
-    """A draft model run as a decoder. ``table[token]`` stands for the target's hidden state.
+    """Adapter that runs a draft model as a decoder. ``table[token]`` stands for the target's hidden state.
 
     Its logits are ``[tokens, hidden + vocab]``: hidden states, then the draft's logits.
     """

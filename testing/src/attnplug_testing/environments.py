@@ -14,12 +14,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment that holds attnplug from its wheel, and what a test installs."""
+    """Virtual environment into which a test installs attnplug and other distributions from wheels."""
 
     folder: Path
     wheels: Path
     pip: Path
-    """A folder with pip and nothing else: the environment has none of its own, which saves making it one."""
+    """Folder that contains only pip. Environments are created without pip, which is faster."""
 
     @classmethod
     def make(cls, folder: Path, wheels: Path, pip: Path, dependencies: Path) -> Environment:
@@ -35,12 +35,12 @@ class Environment:
         return self.folder / "bin" / "python"
 
     def run(self, *command: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run a program of the environment. Only the variables given here speak to attnplug."""
+        """Run a program of the environment, with the environment variables of ``run``."""
         program, *arguments = command
         return run([self.folder / "bin" / program, *arguments], self.folder, variables, check=False)
 
     def attnplug(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Run the command that the wheel installed."""
+        """Run the environment's ``attnplug`` command."""
         return self.run("attnplug", *arguments, **variables)
 
     def backends(self, *flags: str, **variables: str) -> list[dict[str, Any]]:
@@ -51,7 +51,7 @@ class Environment:
         return rows
 
     def install(self, *distributions: str) -> None:
-        """``pip install`` from our wheels alone. What a test imports is compiled then."""
+        """Run ``pip install`` with our wheels only. Bytecode is compiled when a module is imported."""
         offline = ("--no-compile", "--no-index", "--no-deps", "--find-links", str(self.wheels))
         self.run_pip("install", "--quiet", *offline, *distributions)
 
@@ -60,7 +60,7 @@ class Environment:
 
     def run_pip(self, command: str, *arguments: str) -> str:
         """Run pip and return its output. Raises AssertionError if it fails."""
-        # Not our pip with --python: that is two processes, of which one only starts the other.
+        # ``pip --python`` of this environment would start a second process.
         pip: list[str | Path] = [self.python, "-m", "pip", "--disable-pip-version-check"]
         return run([*pip, command, *arguments], self.folder, {"PYTHONPATH": str(self.pip)}).stdout
 
@@ -96,7 +96,7 @@ def link_pip(folder: Path) -> Path:
 def run(
     command: list[str | Path], folder: Path, variables: dict[str, str], *, check: bool = True
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command without variables of ours, of pip or of Python: the caller's shell must not decide the result."""
+    """Run a command with ``variables``, but without the caller's variables for attnplug, pip and Python."""
     ours = ("ATTNPLUG_", "PIP_", "PYTHON")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     done = subprocess.run(

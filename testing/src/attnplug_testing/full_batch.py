@@ -1,4 +1,4 @@
-"""A batch of which every field has a value, and none its default."""
+"""Batch in which every field has a non-default value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attnplug.host import HostLengths, TypicalLens
 
 
 def value_of(field: dataclasses.Field[Any]) -> Any:
-    """A value that tells where it came from; by the field's type, so that a field that is added has one too."""
+    """Return a recognizable non-default value, by the field's name or type, so that new fields get one, too."""
     requests, tokens = 3, 6
     known: dict[str, Any] = {
         "page_table": torch.arange(12, dtype=torch.int32).view(requests, 4),
@@ -45,7 +45,7 @@ GEOMETRY, FIELDS = dataclasses.fields(Geometry), dataclasses.fields(ForwardBatch
 
 
 def extend_batch() -> ForwardBatch:
-    """Three requests with 2, 1 and 3 new tokens; really every field has a value, and none its default."""
+    """Return a batch of three requests with 2, 1 and 3 new tokens; every field has a non-default value."""
     return ForwardBatch(**{field.name: value_of(field) for field in FIELDS})
 
 
@@ -55,4 +55,4 @@ DIVIDED = {
     **dict.fromkeys(("page_table", "seq_lens", "new_lens", "state_slots", "host", "tree", "table_rows"), "request"),
     **dict.fromkeys(("plan", "plan_record", "passed_on"), "reset"),
 }
-"""How each field is divided between the halves of a batch."""
+"""How each field is split between the halves of a batch."""

@@ -1,4 +1,4 @@
-"""Kernel that starts its dependents at once and writes their input much later. For SM 90 and newer."""
+"""Kernel that launches its dependents at once and writes their input much later. Requires SM 90 or newer."""
 
 from __future__ import annotations
 

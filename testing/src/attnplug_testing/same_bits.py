@@ -1,4 +1,4 @@
-"""Comparison of bits: rows of requests whose keys and queries are fixed, computed by different batches."""
+"""Bitwise comparison of the same rows of requests, computed in different batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attnplug_testing.kernel_scene import KernelScene
 
 @dataclass(frozen=True)
 class Span:
-    """Rows ``before … before + new`` of a request of a scene, as one request of a batch."""
+    """Rows ``before … before + new`` of a scene's request, which form one request of a batch."""
 
     request: int
     before: int

@@ -1,4 +1,4 @@
-"""Backends that share roles, chosen per batch, on a CPU."""
+"""CPU backends that share a role: one is chosen per batch by measured times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attnplug.machine.hardware import CPU
 from attnplug.tables import MeasuredShape, MeasuredTable, Measurement
 
 LONGEST = 48
-"""Length from which on the last backend stays the fastest."""
+"""KV length from which on the fastest backend no longer changes."""
 
 TOYS = """
 import torch

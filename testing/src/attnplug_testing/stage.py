@@ -1,4 +1,4 @@
-"""torch_native, or what a test gives, on the conformance kit's scene: small heads, float32, pages of 16."""
+"""Small scenes for torch_native or another backend: small heads, float32, pages of 16 rows."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def small(
 
 
 class Stage(KernelScene):
-    """Scene of a backend, by default torch_native, whose results are on the host."""
+    """Scene of a backend, by default torch_native, that returns results on the host."""
 
     def __init__(self, case: KernelCase, device: str, build: Make = TorchNativeBackend) -> None:
         super().__init__(case, device, build)
 
     def results(self, batch: ForwardBatch | None = None, *, save: bool = True) -> tuple[Tensor, Tensor | None]:
-        """On the host."""
+        """Return output and log-sum-exp on the host, padding rows included."""
         out, lse = super().results(batch, save=save)
         return out.cpu(), None if lse is None else lse.cpu()
 
 
 def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """NaN if anything found is NaN, so that it fails every comparison."""
+    """Return the largest error relative to the largest wanted value (at least 1); NaN if any result is NaN."""
     return float((found.double() - wanted.to(found.device)).abs().max() / wanted.abs().max().clamp(min=1.0))

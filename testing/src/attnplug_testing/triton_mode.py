@@ -27,7 +27,7 @@ def settle_triton() -> None:
         return
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
-        _quicken_interpreter()
+        _speed_up_interpreter()
         return
     from triton.runtime.autotuner import Autotuner
 
@@ -41,13 +41,12 @@ def settle_triton() -> None:
 
 
 @cache  # settle_triton may be called again
-def _quicken_interpreter() -> None:
+def _speed_up_interpreter() -> None:
     """Remove repeated work from Triton's interpreter.
 
     At every launch it searches triton.language for the functions to patch, and it patches them again whenever one
     function of a kernel calls another. The list of names does not change, and patches last until the launch is over.
-    It also computes every integer sum and product twice, the second time in 64 bits to detect overflows, which no
-    kernel on a GPU does.
+    It also computes every integer sum and product a second time in 64 bits to detect overflows, which a GPU does not.
     """
     from triton.language.core import is_builtin
     from triton.runtime import interpreter
@@ -84,11 +83,11 @@ def _quicken_interpreter() -> None:
     interpreter._patch_builtin = patch_builtin
     interpreter._patch_lang = patch_once
     object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
-    _quicken_types()
-    _quicken_operands()
+    _cache_result_types()
+    _cache_operand_casts()
 
 
-def _quicken_types() -> None:
+def _cache_result_types() -> None:
     """Cache the result type of interpreted operations per shape and dtype: it takes half of the interpreter's time.
 
     Triton's own code still validates each combination the first time.
@@ -137,7 +136,7 @@ def _quicken_types() -> None:
     interpreter._get_np_dtype = lambda type: pointer if type.scalar.is_ptr() else np_type(type.scalar)
 
 
-def _quicken_operands() -> None:
+def _cache_operand_casts() -> None:
     """Cache type promotion and broadcasting of binary operations per pair of types.
 
     Triton's own code handles a pair the first time; later calls repeat its casts and broadcast shapes. A number becomes
