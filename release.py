@@ -5,9 +5,9 @@ Usage: make release VERSION=1.0.0rc1. RELEASING.md describes the steps before an
 - Everything is checked before the first file is changed. A second run with the same version only builds and tests.
 - The first two numbers of a version are the contract, so the contract changes with them.
 - Packages are built twice, from two copies of the tracked files: the second wheel directly, the first from the sdist.
-  All hashes must be equal. SOURCE_DATE_EPOCH is the day in the changelog, so that anybody can repeat the build.
-- Each package is installed into an environment of its own, together with those of ours that it requires. Third-party
-  packages are those of the environment that runs this.
+  All hashes must be equal. SOURCE_DATE_EPOCH is the day in the changelog, so that anybody can reproduce the build.
+- Each package is installed into a fresh environment, together with our packages that it requires. Third-party packages
+  are linked from the environment that runs this script.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parent
 VERSION_FILE = "core/src/attnplug/declare/version.py"
 REWRITTEN = (".md", ".py", ".toml")
 KEPT = ("CHANGELOG.md", "benchmarks/results/", "fossils/", "release.py", "tests/test_release.py")
-"""Files that speak of earlier versions, or of any."""
+"""Files that are not rewritten, because they mention other versions."""
 
 
 class ReleaseError(Exception):
@@ -75,7 +75,7 @@ def contract_of(version: Version) -> tuple[int, int]:
 
 
 def check_version(root: Path, text: str) -> tuple[Version, Version]:
-    """Return the present version and the one to release. Raises ReleaseError if the latter is not a later one."""
+    """Return the current version and the one to release. Raises ReleaseError if that cannot be released."""
     current = Version(_project(root / "core" / "pyproject.toml")["version"])
     try:
         version = Version(text)
@@ -93,7 +93,7 @@ def check_version(root: Path, text: str) -> tuple[Version, Version]:
 
 
 def changelog(root: Path, version: Version, today: str) -> tuple[str, int]:
-    """Return the changelog with the section of ``version`` dated, and that day in seconds since 1970.
+    """Return the changelog with a date in the section of ``version``, and that day as Unix time.
 
     The section is the one that is marked as unreleased, or, in a second run, the dated one.
     """
@@ -114,9 +114,9 @@ def changelog(root: Path, version: Version, today: str) -> tuple[str, int]:
 
 
 def rewriter(old: Version, new: Version) -> Callable[[str, str], str]:
-    """Return a function of a path and its text that replaces the versions of our packages and of the contract.
+    """Return a function ``(path, text) -> text`` that replaces the versions of our packages and of the contract.
 
-    A declared ``contract`` stays if the new core runs it: it is the lowest that the plugin needs.
+    A plugin's declared ``contract`` is its minimum, so it stays if the new core still supports it.
     """
     before, after = contract_of(old), contract_of(new)
     declared, now = ("{}.{}".format(*contract) for contract in (before, after))
@@ -145,7 +145,7 @@ def rewriter(old: Version, new: Version) -> Callable[[str, str], str]:
 
 
 def set_version(root: Path, old: Version, new: Version) -> list[str]:
-    """Replace versions in all tracked files. Returns the changed ones."""
+    """Replace versions in all tracked files. Returns the paths of changed files."""
     rewrite, changed = rewriter(old, new), []
     for path in tracked(root):
         if path.endswith(REWRITTEN) and not path.startswith(KEPT):
@@ -169,7 +169,7 @@ for project in projects:
 
 
 def build(root: Path, output: Path, epoch: int) -> dict[str, str]:
-    """Build the sdist and the wheel of every package twice. Returns the hashes by file name.
+    """Build the sdist and the wheel of every package twice into ``output``. Returns SHA-256 hashes by file name.
 
     Raises ReleaseError if two builds differ.
     """
@@ -252,7 +252,7 @@ for package in (installed.read_text("top_level.txt") or name.replace("-", "_")).
 
 
 def smoke_tests(dist: Path, folders: Mapping[str, Path], version: Version) -> Iterator[str]:
-    """Install each package into an environment of its own and use it. Yields the names of those that work."""
+    """Install each package into a fresh environment and use it. Yields the name of each package that works."""
     with tempfile.TemporaryDirectory() as place:
         parts = [Path(place) / name for name in ("dependencies", "pip")]
         for part in parts:
@@ -285,7 +285,7 @@ def _smoke(environment: Environment, name: str, version: Version) -> None:
 
 
 def required(name: str, folders: Mapping[str, Path]) -> set[str]:
-    """Return a package, core, and the packages of ours that they require."""
+    """Return the names of a package, of core, and of our packages that they require, transitively."""
     found, left = set[str](), [name, "attnplug"]
     while left:
         if (each := left.pop()) not in found:

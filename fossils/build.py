@@ -1,8 +1,8 @@
-"""Build the wheels of the fossils from ``sources/``, byte by byte the same on every machine.
+"""Build the fossils: reproducible wheels of ``sources/``, plugins and a host that use one version of the contract.
 
 python fossils/build.py 1.0    write fossils/1.0/*.whl and SHA256SUMS
 
-A fossil stays as it was built. Once a contract is released, its folder never changes (fossils/README.md).
+Once a contract is released, its fossils are never rebuilt: they test that later cores still run them (README.md).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-EPOCH = "1580601600"  # in wheels: hatchling's own default
+EPOCH = "1580601600"  # hatchling's default
 _BUILD = "import sys; from hatchling.build import build_wheel; build_wheel(sys.argv[1])"
 
 
@@ -24,7 +24,7 @@ def build(folder: Path, sources: Path = HERE / "sources") -> list[Path]:
     """Write the wheel of every source and their SHA256SUMS to ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"SOURCE_DATE_EPOCH": EPOCH}
-    with tempfile.TemporaryDirectory() as copies:  # file modes of a checkout depend on the umask
+    with tempfile.TemporaryDirectory() as copies:  # copies, because file modes of a checkout depend on the umask
         for project in sorted(path.parent for path in sources.glob("*/pyproject.toml")):
             copy = Path(copies) / project.name
             shutil.copytree(project, copy, ignore=shutil.ignore_patterns("__pycache__"))
