@@ -210,7 +210,7 @@ class CapturedGroups:
         mode, requests = mode_of(batch), batch.batch_size
         each = new_tokens(batch, mode)
         rows, batches, tree = requests * each, [], None
-        if has_trees(batch.spec_info):  # the graph is captured with rows that see themselves and the prefix
+        if has_trees(batch.spec_info):  # at capture, each row sees itself and the prefix
             tree = (1 << torch.arange(each, device=self._seq_lens.device)).repeat(requests, 1)
         for group, table, slots in zip(self._groups, self._tables, self._slots, strict=True):
             geometry = Geometry(
@@ -247,7 +247,7 @@ class CapturedGroups:
 
     def refill(self, step: GroupedStep, batch: Any) -> None:
         """Run the captured part of planning. ``batch`` is the captured one: its tensors are static."""
-        step.index = None  # what it derives from the lengths belongs to the graph
+        step.index = None  # its tensors are computed from the lengths inside the graph
         lens = self._seq_lens[: batch.batch_size]
         if step.mode is ForwardMode.DECODE:
             lens.copy_(batch.seq_lens)

@@ -40,7 +40,7 @@ def _rows_of(COPY: gl.constexpr, SIZE: gl.constexpr):
 
 @gluon.jit
 def _copy_async(to, at, there, offset, COPY: gl.constexpr):
-    """Copy quarters ``[4, rows, columns]`` that start ``offset`` after ``at``; zeros for masked elements."""
+    """Copy quarters ``[4, rows, columns]`` from ``at + offset`` to shared memory; zeros for masked elements."""
     COLUMNS: gl.constexpr = to.shape[2]
     quarter = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, COPY)))
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, COPY)))
@@ -137,7 +137,7 @@ def attend_low(
     SEPARATE_Q_ROPE: gl.constexpr, OVERLAP: gl.constexpr, SELECTED: gl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
-        gdc_launch_dependents()  # the next kernel may start, and waits for our last store
+        gdc_launch_dependents()  # the next kernel may start; it waits for this grid before it reads the output
     TILE: gl.constexpr = 16
     QUARTER: gl.constexpr = RANK // 4
     ROPE_QUARTER: gl.constexpr = ROPE // 4 or 16
@@ -170,7 +170,7 @@ def attend_low(
         )
         table = page_table + request.to(gl.int64) * table_row
         if SELECTED and OVERLAP and at == start:
-            gdc_wait()  # the table, too, may be new
+            gdc_wait()  # the previous kernel may have written the table
         pages, rope_pages = (), ()
         for number in gl.static_range(BUFFERS + 2):
             token = first_token + number * STEP
@@ -276,4 +276,4 @@ def attend_low(
                 page_table, table_row, table_column, HEADS, TILE, STEP, TABLE_PAGE,
             )  # fmt: skip
     if OVERLAP:
-        gdc_wait()  # also without work: the next kernel waits for this one only
+        gdc_wait()  # also without work: the next kernel waits only for this one

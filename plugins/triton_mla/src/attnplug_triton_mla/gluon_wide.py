@@ -61,7 +61,7 @@ def _copy_step_async(
     RANK: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_STRIDE: gl.constexpr,
     SLOT_STRIDE: gl.constexpr, SELECTED: gl.constexpr,
 ):  # fmt: skip
-    """Request a step's rows, whose page or pages are known. Returns those of the step after it."""
+    """Copy a step's rows from ``page`` (one page, or one per row). Returns the page or pages of the next step."""
     STEP: gl.constexpr = to.shape[0]
     token = first + slot
     there = token < end_token
@@ -82,7 +82,7 @@ def _copy_step_async(
 
 @gluon.jit
 def _products(q, q_rope, rows, rope, nothing, ROPE: gl.constexpr):
-    """Start the product of queries and a step's rows (one or two asynchronous products)."""
+    """Start the asynchronous products of queries and a step's rows; return the accumulator."""
     dot = warpgroup_mma(q, rows.permute((1, 0)), nothing, use_acc=False, is_async=True)
     if ROPE > 0:
         dot = warpgroup_mma(q_rope, rope.permute((1, 0)), dot, is_async=True)
@@ -117,7 +117,7 @@ def attend_wide(
     SELECTED: gl.constexpr, SPLIT: gl.constexpr, GROWS: gl.constexpr, TILE_ROWS: gl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
-        gdc_launch_dependents()  # the next kernel may start, and waits for our last store
+        gdc_launch_dependents()  # the next kernel may start; it waits for this grid before it reads the output
     TILE: gl.constexpr = 64
     STEP: gl.constexpr = 64
     ONE_PAGE: gl.constexpr = PAGE_SIZE % STEP == 0 and not SELECTED
@@ -146,7 +146,7 @@ def attend_wide(
         )
         table = page_table + request.to(gl.int64) * table_row
         if SELECTED and OVERLAP and at == start:
-            gdc_wait()  # the table, too, may be new
+            gdc_wait()  # the previous kernel may have written the table
 
         q_number = tile * TILE + slot
         query, head = (begin + q_number // HEADS).to(gl.int64), q_number % HEADS
@@ -179,7 +179,7 @@ def attend_wide(
             slot, column, rope_column, RANK, ROPE, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE, SELECTED,
         )  # fmt: skip
         async_copy.wait_group(1)
-        fence_async_shared()  # wgmma reads through another proxy than copies write
+        fence_async_shared()  # wgmma reads through the async proxy, copies write through the generic one
         dot = _products(q_shared, q_rope_shared, rows_shared.index(0), rope_shared.index(0), nothing, ROPE)
         visible = _visible(first_token + position, seen, table, table_column, end_token, SELECTED)
         dot = warpgroup_mma_wait(0, deps=(dot,))
@@ -211,7 +211,7 @@ def attend_wide(
         fence_async_shared()
         added = warpgroup_mma(weights_shared, rows_shared.index(buffer), sums, is_async=True)
         sums = warpgroup_mma_wait(0, deps=(added,))
-        async_copy.wait_group(0)  # before the next tile's queries and rows come to the same place
+        async_copy.wait_group(0)  # before the next tile's queries and rows reuse the memory
 
         live = row < new * HEADS
         number = gl.arange(0, TILE, gl.SliceLayout(1, SUMS))
@@ -269,4 +269,4 @@ def attend_wide(
                 page_table, table_row, table_column, HEADS, TILE, STEP, TABLE_PAGE,
             )  # fmt: skip
     if OVERLAP:
-        gdc_wait()  # also without work: the next kernel waits for this one only
+        gdc_wait()  # also without work: the next kernel waits only for this one

@@ -243,7 +243,7 @@ def attend(
     SPLIT: tl.constexpr, GROWS: tl.constexpr, TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
-        gdc_launch_dependents()  # the next kernel may start, and waits for our last store
+        gdc_launch_dependents()  # the next kernel may start; it waits for this grid before it reads the output
     ONE_PAGE: tl.constexpr = PAGE_SIZE % STEP == 0 and not SELECTED
     TABLE_PAGE: tl.constexpr = 1 if SELECTED else PAGE_SIZE
     TYPE: tl.constexpr = q.dtype.element_ty if FORMAT == "plain" or FORMAT == "fp8_ds_mla" else tl.float16
@@ -465,4 +465,4 @@ def attend(
                 page_table, table_row, table_column, HEADS, TILE, STEP, TABLE_PAGE,
             )  # fmt: skip
     if OVERLAP:
-        gdc_wait()  # also without work: the next kernel waits for this one only
+        gdc_wait()  # also without work: the next kernel waits only for this one

@@ -23,10 +23,10 @@ def order_tiles(
     tiles, query_indptr, kv_indptr, sequences, count,
     TILE: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """Write ``tiles`` ``[count, 2]``: sequence and block of every tile, those with most keys first, then -1.
+    """Write ``tiles`` ``[count, 2]``: sequence and block of each tile, in descending order of keys, then -1.
 
-    Programs of long tiles start first, so the last ones to finish are short. A program writes one sequence's tiles. The
-    place of a tile is the number of tiles with more keys, counted over all sequences at once, in units of ``TILE``.
+    Long tiles start first, so that the last ones to finish are short. A program writes one sequence's tiles. The index
+    of a tile is the number of tiles with more keys, in units of ``TILE``, over all sequences.
     """
     me = tl.program_id(0)
     start, stop = tl.load(query_indptr + me), tl.load(query_indptr + me + 1)
