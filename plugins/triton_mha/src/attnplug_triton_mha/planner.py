@@ -78,9 +78,8 @@ class SplitKVSchedule:
 
     ``records`` ``[programs, RECORD_NUMBERS]`` int32 are filled on the device by ``fill``. ``rows`` is the number of
     query rows of the batch, ``queries`` the new tokens per request (0 if they differ), ``most`` their maximum.
-    ``target`` programs per KV head share the work. Without ``separate_merge``, the merge is
-    fused into the attention kernel.
-    ``partial_rows`` is the maximum of rows of partial results per KV head, ``tile_rows`` each.
+    ``target`` programs per KV head share the work. Without ``separate_merge``, the merge is fused into the attention
+    kernel. ``partial_rows`` is the maximum number of rows of partial results per KV head; each has ``tile_rows``.
     """
 
     layers: TritonLayerShape
