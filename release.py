@@ -82,7 +82,7 @@ def check_version(root: Path, text: str) -> tuple[Version, Version]:
     except InvalidVersion:
         version = None
     if version is None or str(version) != text or len(version.release) != 3 or version.dev or version.local:
-        raise ReleaseError(f"{text!r} is not a version of a release; give one such as {current} or 1.0.0rc1")
+        raise ReleaseError(f"{text!r} is not a version of a release; give one such as 1.2.3 or 1.2.0rc1")
     if version < current:
         raise ReleaseError(f"{version} is older than {current}, the version of this tree; give a newer one")
     if f"v{version}" in _git(root, "tag", "--list").split() and version != current:

@@ -56,9 +56,7 @@ TOUR = (ROOT / "docs" / "tour.md").read_text()
 README = (ROOT / "README.md").read_text()
 ENGINE = (ROOT / "engine" / "README.md").read_text()
 DOCUMENTS = [
-    path
-    for pattern in ("*.md", "docs/**/*.md", "*/README.md", "plugins/*/README.md", "examples/*/README.md")
-    for path in ROOT.glob(pattern)
+    path for pattern in ("*.md", "docs/**/*.md", "[!.]*/README.md", "[!.]*/*/README.md") for path in ROOT.glob(pattern)
 ]
 FENCED = re.compile(r"```.*?```|<!-- (?:generated|sample).*?<!-- end -->", re.DOTALL)
 GENERATED = re.compile(r"<!-- generated: .*?<!-- end -->", re.DOTALL)
@@ -507,10 +505,9 @@ def paragraphs(text: str) -> list[str]:
 
 
 def test_no_paragraph_has_more_than_80_words() -> None:
-    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
     long = {
         f"{page.relative_to(ROOT)}: {paragraph[:60]}"
-        for page in pages
+        for page in DOCUMENTS
         for paragraph in paragraphs(page.read_text())
         if len(re.sub(r"\]\([^)]*\)", "]", paragraph).split()) > 80
     }
@@ -538,11 +535,7 @@ OTHERS = {
     *("--index-url", "--gpu-memory-utilization", "my_int4", "trust_remote_code"),
 }
 """Names of other projects, and of the examples."""
-CURRENT = [
-    page
-    for page in (*DOCUMENTS, *ROOT.glob("bridges/*/README.md"))
-    if page.name != "CHANGELOG.md" and not page.parent.name.startswith(".")
-]
+CURRENT = [page for page in DOCUMENTS if page.name != "CHANGELOG.md"]
 """Pages about the code as it is. The changelog also has names that are gone."""
 
 

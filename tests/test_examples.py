@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -50,6 +51,14 @@ def test_the_kit_accepts_the_kernel_and_names_the_bug(run: Callable[[str], str])
 
 def test_one_backend_serves_the_engine_and_transformers(run: Callable[[str], str]) -> None:
     assert "the same tokens" in run("serve_models")
+
+
+@pytest.mark.long
+def test_make_run_generates_the_tokens_of_transformers() -> None:
+    command = [sys.executable, EXAMPLES / "generate_and_check.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("3 of 3 generations are the same as transformers'\n")
 
 
 @pytest.fixture(scope="module")

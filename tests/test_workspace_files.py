@@ -99,7 +99,11 @@ def test_links_of_a_packages_readme_hold_outside_of_the_repository():
         for link in re.findall(r"\]\((.+?)\)", (ROOT / name / "README.md").read_text()):
             assert link.startswith("https://"), f"{name}: {link}"
             if link.startswith(f"{home}/"):
-                assert (ROOT / re.sub(r"^/(tree|blob)/main/", "", link.removeprefix(home))).exists(), f"{name}: {link}"
+                path, _, anchor = re.sub(r"^/(tree|blob)/main/", "", link.removeprefix(home)).partition("#")
+                assert (ROOT / path).exists(), f"{name}: {link}"
+                headings = re.findall(r"^#+ (.+)$", (ROOT / path).read_text(), re.MULTILINE) if anchor else []
+                anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+                assert not anchor or anchor in anchors, f"{name}: {link}"
 
 
 def test_relative_links_of_the_documentation_lead_to_files():

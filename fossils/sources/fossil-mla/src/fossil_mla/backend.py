@@ -111,6 +111,8 @@ class FossilMLA(PlannedAttention):
         plan: Plan | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
+        if call.padded_rows is not None:
+            return attend_padded(q, k, v, layer.scale, call.query_indptr, lse)
         assert plan is not None  # planned by init_mha_chunk_metadata
         out, query, key = q.new_empty(*q.shape[:2], v.shape[-1]), 0, 0
         for queries, keys in plan.part_of(self.backend_id).metadata[call.index]:
@@ -134,3 +136,21 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, scale: float, before: int, lse: 
     if lse is not None:
         lse.copy_(scores.logsumexp(-1).T)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype)
+
+
+def attend_padded(q: Tensor, k: Tensor, v: Tensor, scale: float, indptr: Tensor, lse: Tensor | None) -> Tensor:
+    """Attend causally within sequences that begin at ``indptr`` ``[sequences + 1]``, by lengths on the device alone.
+
+    q, k and v ``[rows, heads, width]``. Rows behind the last sequence are padding: they may hold NaN, and get zeros.
+    """
+    row = torch.arange(len(q), device=q.device)
+    sequence = torch.searchsorted(indptr[1:].contiguous(), row, right=True)
+    valid = row < indptr[-1]
+    seen = (sequence[:, None] == sequence) & (row[:, None] >= row) & valid
+    keys, values = (rows.float().where(valid[:, None, None], 0) for rows in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if lse is not None:
+        lse.copy_(scores.logsumexp(-1).T)
+    weights = scores.softmax(-1).where(valid[:, None], 0)
+    return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)

@@ -29,6 +29,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 layouts=frozenset({CacheLayout.TOKEN_MAJOR, CacheLayout.STRIDED}),
                 mla_extend=frozenset({ExtendPath.ABSORBED, ExtendPath.ONE_SHOT, ExtendPath.CHUNKED}),
                 cuda_graph=GraphLevel.UNIFORM,
+                ragged_graphs=True,
                 max_speculative_tokens=4,
                 extras=frozenset({"lse"}),
             ),
