@@ -47,7 +47,7 @@ from torch.nn import functional as F
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is defined
 
-from decode_chain_kernels import Fetched, early_skinny_gemm, early_streamed_gemm, fetch
+from decode_chain_kernels import HELD, OWN, Fetched, early_skinny_gemm, early_streamed_gemm, fetch
 
 from attnplug import AttentionKind, DType, ForwardBatch, ForwardMode, Geometry, LayerSpec, MHAPool, MLAPool, ModelSpec
 from attnplug.hf.config_keys import Config as ModelConfig
@@ -61,7 +61,7 @@ from attnplug.host import (
     WorkspaceOwner,
     load_registry,
 )
-from attnplug_engine.kernels.gemm_tiles import STREAMED, STREAMED_GATED, GemmConfig, choose_few
+from attnplug_engine.kernels.gemm_tiles import STREAMED, GemmConfig, choose_few
 from attnplug_engine.kernels.row_places import row_places
 from attnplug_engine.kernels.skinny_gemm import skinny_gemm
 from attnplug_engine.models.latent_attention import multiply_few
@@ -84,15 +84,8 @@ _SLEEP = 400_000
 _LARGEST_ERROR = 0.02
 """Largest relative difference of results from the base's, by norms, after all layers. bfloat16 rounds to 0.002."""
 
-HELD = {
-    False: ((256, STREAMED), (512, STREAMED)),
-    True: ((256, STREAMED_GATED), (512, replace(STREAMED_GATED, stages=2))),
-}
-"""Columns loaded before the wait and configurations of streamed products, by whether they are gated."""
-OWN = {False: ((512, 2048), STREAMED), True: ((256, 512, 1024, 2048), STREAMED_GATED)}
-"""Columns prefetched before the wait."""
 OUT_CONFIGS = {
-    1: [GemmConfig(*each) for each in ((1, 2048, 2), (2, 2048, 2), (4, 2048, 4), (4, 2048, 8), (8, 2048, 4))],
+    1: [GemmConfig(*each) for each in ((8, 2048, 4), (4, 2048, 8), (4, 2048, 4), (2, 2048, 2), (1, 2048, 2))],
     16: [
         *(GemmConfig(16, columns, warps, tiles=True) for columns, warps in ((512, 4), (1024, 4), (1024, 8), (2048, 8))),
         *(GemmConfig(lines, 128, 4, tiles=True, stages=stages) for lines, stages in ((16, 12), (32, 10), (64, 8))),
@@ -100,7 +93,7 @@ OUT_CONFIGS = {
     ],
 }
 GATE_UP_CONFIGS = {
-    1: [GemmConfig(*each) for each in ((1, 2048, 2), (2, 2048, 2), (2, 2048, 4), (4, 2048, 8), (8, 2048, 8))],
+    1: [GemmConfig(*each) for each in ((8, 2048, 8), (4, 2048, 8), (2, 2048, 4), (2, 2048, 2), (1, 2048, 2))],
     16: [
         *(GemmConfig(16, columns, warps, tiles=True) for columns, warps in ((512, 4), (512, 8))),
         *(GemmConfig(32, 128, 4, tiles=True, stages=stages) for stages in (4, 8)),

@@ -7,7 +7,7 @@ of the product after them, or their own, or load their first columns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -17,9 +17,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug_engine.kernels import launch_options
 from attnplug_engine.kernels.gemm_epilogue import finish
-from attnplug_engine.kernels.gemm_tiles import GemmConfig
+from attnplug_engine.kernels.gemm_tiles import STREAMED, STREAMED_GATED, GemmConfig
 from attnplug_engine.kernels.skinny_gemm import _skinny_gemm
 from attnplug_engine.kernels.streamed_gemm import _streamed_gemm
+
+HELD = {
+    False: ((256, STREAMED), (512, STREAMED)),
+    True: ((256, STREAMED_GATED), (512, replace(STREAMED_GATED, stages=2))),
+}
+"""Columns loaded before the wait and configurations of streamed products, by whether they are gated."""
+OWN = {False: ((512, 2048), STREAMED), True: ((256, 512, 1024, 2048), STREAMED_GATED)}
+"""Columns prefetched before the wait."""
 
 LOAD, LINES, BULK = (tl.constexpr(mode) for mode in range(3))
 MODES = {"load": LOAD, "lines": LINES, "bulk": BULK}

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-from decode_chain_h200 import HELD, OWN
-from decode_chain_kernels import MODES, _early_skinny_gemm, _early_streamed_gemm, _fetch
+from decode_chain_kernels import _PIECES, HELD, MODES, OWN, _early_skinny_gemm, _early_streamed_gemm, _fetch
 
 from attnplug_engine.kernels.gemm_tiles import STREAMED, choose_few
 from attnplug_testing import ahead
@@ -34,7 +33,7 @@ def streamed(config: Any, *, gated: bool, held: int = 0, own: int = 0, fetches: 
 
 def kernels() -> Iterator[tuple[str, Any]]:
     for mode, number in MODES.items():
-        yield f"fetch, {mode}", compiled(_fetch, {"PIECES": 32, "MODE": number.value}, 4)
+        yield f"fetch, {mode}", compiled(_fetch, {"PIECES": _PIECES[mode], "MODE": number.value}, 4)
     few = choose_few(2048, 2048)
     shape = {"K": 2048, "ROWS": 1, "BLOCK_N": few.block_n, "BLOCK_K": few.block_k, "BFLOAT16": True, "ONTO": True}
     rest = dict.fromkeys(("GATED", "NORM", "BIAS"), False)

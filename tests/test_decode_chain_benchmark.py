@@ -26,7 +26,8 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.double() - wanted).norm() / wanted.norm())
 
 
-@pytest.mark.parametrize(("model", "requests"), [("llama", "1"), ("mla", "16")])
+@pytest.mark.parametrize(("model", "requests"), [("llama", "1"), ("llama", "16"), ("mla", "1"), ("mla", "16")])
+@pytest.mark.sample(1)
 def test_every_kind_of_variant_agrees_with_the_base(tmp_path: Path, model: str, requests: str) -> None:
     """The base agrees with float64, too."""
     out = tmp_path / "found.json"
