@@ -97,7 +97,7 @@ long-test: $(VENV)/installed-dev
 	$(BIN)/pytest -q -m long
 
 compile-test: $(VENV)/installed-dev
-	$(BIN)/pytest -q -m cross_compile engine/tests plugins
+	$(BIN)/pytest -q -m cross_compile engine/tests plugins tests
 
 vllm-test: $(VENV)-vllm/installed
 	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest -q -W default -p no:attnplug_testing bridges/vllm/tests/hosted

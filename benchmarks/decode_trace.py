@@ -103,8 +103,8 @@ def analyse(events: Sequence[dict[str, Any]], steps: int, wall_us: float) -> dic
     return found
 
 
-def traced(run: Callable[[int], float], steps: int, *, is_cuda: bool) -> dict[str, Any]:
-    """Trace ``run(steps)``, which returns its seconds.
+def recorded(run: Callable[[int], float], steps: int, *, is_cuda: bool) -> tuple[list[dict[str, Any]], float]:
+    """Events of a Chrome trace of ``run(steps)``, and the seconds that it returns.
 
     On a GPU only device activity and CUDA calls are traced: tracing torch's operators would take longer than they do.
     """
@@ -118,5 +118,10 @@ def traced(run: Callable[[int], float], steps: int, *, is_cuda: bool) -> dict[st
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         trace.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
+        return json.loads(path.read_text())["traceEvents"], seconds
+
+
+def traced(run: Callable[[int], float], steps: int, *, is_cuda: bool) -> dict[str, Any]:
+    """Trace ``run(steps)``, which returns its seconds, as microseconds per step."""
+    events, seconds = recorded(run, steps, is_cuda=is_cuda)
     return analyse(events, steps, 1e6 * seconds)
