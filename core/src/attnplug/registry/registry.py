@@ -284,6 +284,5 @@ def tiny_config(reference: str, registry: Registry | None = None) -> Mapping[str
         raise PluginError(f"the model {reference!r} cannot be used:\n" + "\n".join(f"  {fault}" for fault in faults))
     near = difflib.get_close_matches(name, registry.tiny_models, n=2)
     meant = f"did you mean {' or '.join(TINY + match for match in near)}? " if near else ""
-    known = ", ".join(TINY + known for known in registry.tiny_models)
-    text = f"{reference!r} is not a built-in model; {meant}known: {known}{_MORE * bool(registry.broken)}"
-    raise ModelConfigError(text, reference)
+    known = ", ".join(TINY + known for known in registry.tiny_models) + _MORE * bool(registry.broken)
+    raise ModelConfigError(f"{reference!r} is not a built-in model; {meant}known: {known}", reference)
