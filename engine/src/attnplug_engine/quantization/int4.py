@@ -57,6 +57,7 @@ class Int4Groups(Scheme):
             if stored != shape:
                 raise tensors.corrupt("weight_shape", f"is {list(stored)}, but the config implies {list(shape)}")
         if tensors.stored("weight_g_idx") is not None:
+            assert self.group is not None
             groups = tensors.read("weight_g_idx", (shape[1],), _INTEGERS)
             # -1 for all columns: the quantizer kept their order
             if not bool((groups == -1).all() | (groups == torch.arange(shape[1]) // self.group).all()):
