@@ -150,6 +150,8 @@ def test_a_wrong_result_of_the_hook_is_reported(install: Install, result: object
     registry = load_registry([EMBEDDED, install(also(module(), attnplug_kv_formats=result))], {})
     (broken,) = registry.broken
     assert "KVFormat" in broken.error and "float32" in registry.kv_formats
+    with raises_naming(UsageError, "acme_int8", "attnplug plugins"):  # which says what is wrong with it
+        registry.kv_format("acme_int8")
 
 
 # ---- selection ----
@@ -244,6 +246,7 @@ def no_scales(rows: Tensor) -> tuple[Tensor]:
         ({"decode": lambda parts: decode(parts) / decode(parts)}, ["decode", "NaN"]),
         ({"decode": lambda parts: parts[2]}, ["IndexError"]),
         ({"encode": None}, ["TypeError"]),
+        ({"encode": lambda rows: sys.exit(3)}, ["SystemExit"]),
     ],
     ids=lambda value: None if isinstance(value, dict) else value[0],
 )

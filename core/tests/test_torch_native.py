@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from attnplug import DType, ForwardMode, PoolError
 from attnplug.host import MLADims
+from attnplug.torch_native.attention import Softmax, attend
+from attnplug.torch_native.planner import Extent
 from attnplug_testing.devices import DEVICES
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.kernel_scene import KernelCase
@@ -246,3 +248,14 @@ def test_long_prefill_is_cut_into_tiles(device, monkeypatch):
     for lse in (True, False):
         check(small(((100, 90), (0, 61)), heads=4, kv_heads=2, lse=lse), device)
         check(small(((100, 90),), heads=4, kv_heads=2, window=9, lse=lse), device)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("broken", ["query", "keys"])
+def test_nan_is_not_hidden_by_the_fused_kernel_of_a_cpu(queries, broken):
+    """torch's kernel returns 0 for rows whose scores are all NaN, so that a corrupt weight would go unnoticed."""
+    q, k, v = torch.randn(1, queries, 4, 16), torch.randn(1, 5, 2, 16), torch.randn(1, 5, 2, 16)
+    (q if broken == "query" else k).fill_(float("nan"))
+    extent = Extent.of(queries, [5 - queries], 5, torch.device("cpu"))
+    out, _ = attend(q, k, v, extent, Softmax(0.25, None, None), lse=False)
+    assert out.isnan().all()

@@ -297,20 +297,26 @@ def test_corrupt_scales_name_their_tensor(change, error, shared_oracle, tmp_path
         ),
         (compressed("pack-quantized", **INT4, group_size=32), int4_groups(32), "weight_shape", torch.tensor([64, 65])),
         (
+            compressed("pack-quantized", **INT4, group_size=32),
+            int4_groups(32),
+            "weight_g_idx",
+            (torch.arange(256) // 32).flip(0),
+        ),
+        (
             compressed("mxfp4-pack-quantized", num_bits=4, type="float", group_size=32),
             mxfp4("weight_packed", "weight_scale", kind=torch.uint8),
             "weight_scale",
             torch.full((128, 8), 255, dtype=torch.uint8),
         ),
     ],
-    ids=["zero UE8M0", "missing", "fp8 channels", "fp8 tensors", "int4", "MXFP4"],
+    ids=["zero UE8M0", "missing", "fp8 channels", "fp8 tensors", "int4", "int4, columns in another order", "MXFP4"],
 )
 def test_corrupt_tensors_of_other_schemes(config, quantize, name, value, make_oracle, tmp_path):
     tensor = f"model.layers.0.mlp.down_proj.{name}"
     folder = make_oracle("llama", **EVEN).folder
 
     def change(tensors):
-        del tensors[tensor]
+        tensors.pop(tensor, None)
         tensors.update({} if value is None else {tensor: value})
 
     quantized(folder, tmp_path / "q", config, quantize, change=change)

@@ -286,7 +286,7 @@ def load_codec(format: KVFormat, width: int) -> ModuleType:
             raise PluginError(f"{given}; it must return float32 or bfloat16 {list(rows.shape)}")
         if not bool(read.isfinite().all()):
             raise PluginError("decode returned NaN or infinity for rows whose values are from -2 to 2")
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(f"KV format {format.name!r} (codec {format.codec}): {describe_error(error)}") from error
     return codec
 
@@ -378,5 +378,5 @@ def format_kernel(format: KVFormat, parts: Sequence[Tensor], scale: float, devic
         return None
     try:
         return cast("RowKernel | None", pkgutil.resolve_name(target)(parts, scale))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(f"KV format {format.name!r}: kernel {target}: {describe_error(error)}") from error

@@ -46,6 +46,7 @@ ALLOW_VARIABLE = "ATTNPLUG_PLUGINS"
 STRICT_VARIABLE = "ATTNPLUG_STRICT"
 _CORE = Source("torch_native", "attnplug.torch_native.plugin", "attnplug", "")
 CORE_DEVICES = {spec.name: Provided(spec, _CORE) for spec in (CPU, CUDA)}
+_MORE = "; 'attnplug plugins' reports the broken plugins, which may provide more"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +82,9 @@ class Registry:
         """
         if name in self.backends:
             return self.backends[name]
-        faults = [broken for broken in self.broken if name in (broken.name, broken.source.entry_point)]
-        if faults:
+        if faults := [broken for broken in self.broken if name in (broken.name, broken.source.entry_point)]:
             raise PluginError(f"backend {name!r} is installed but broken:\n" + "\n".join(f"  {f}" for f in faults))
-        barred = [source for source in self.blocked if name == source.entry_point]
-        if barred:
+        if barred := [source for source in self.blocked if name == source.entry_point]:
             raise UsageError(
                 f"backend {name!r} ({barred[0]}) is blocked because {ALLOW_VARIABLE} does not list it; "
                 f"add {barred[0].distribution} to it, or unset it"
@@ -102,7 +101,8 @@ class Registry:
         """Return the device type named ``name``. Raises UsageError, with the installed ones, if there is none."""
         if name not in self.devices:
             faults = "".join(f"; {fault}" for fault in self.broken if fault.name == f"device {name}")
-            raise UsageError(f"`{Setting.DEVICE}` {name!r} is unknown; installed are {', '.join(self.devices)}{faults}")
+            text = f"`{Setting.DEVICE}` {name!r} is unknown; installed are {', '.join(self.devices)}"
+            raise UsageError(text + (faults or _MORE * bool(self.broken)))
         return self.devices[name].value
 
     def processors(self, device: str | None) -> tuple[Processor, ...]:
@@ -127,8 +127,9 @@ class Registry:
             return found
         if faults := [str(broken) for broken in self.broken if broken.name == f"KV format {name}"]:
             raise PluginError(f"`{setting}` {name}: {faults[0]}")
-        names = sorted(each for each, format in known.items() if holds is None or holds in format.holds)
-        raise UsageError(f"`{setting}` {name!r} is not a KV format; use one of {', '.join(names)}", settings=[setting])
+        names = ", ".join(sorted(each for each, format in known.items() if holds is None or holds in format.holds))
+        text = f"`{setting}` {name!r} is not a KV format{f' of {holds} rows' if holds else ''}; use one of {names}"
+        raise UsageError(text + _MORE * bool(self.broken), settings=[setting])
 
     def raise_if_check_failed(self, refusals: Iterable[tuple[Registered, Sequence[Refusal]]]) -> None:
         """In strict mode, raise a PluginError that lists every backend whose own check raised an exception."""
@@ -279,11 +280,9 @@ def tiny_config(reference: str, registry: Registry | None = None) -> Mapping[str
         registry = load_registry()
     if name in registry.tiny_models:
         return registry.tiny_models[name].value
-    faults = [str(fault) for fault in registry.broken if fault.name == reference]
-    if faults:
+    if faults := [str(fault) for fault in registry.broken if fault.name == reference]:
         raise PluginError(f"the model {reference!r} cannot be used:\n" + "\n".join(f"  {fault}" for fault in faults))
     near = difflib.get_close_matches(name, registry.tiny_models, n=2)
     meant = f"did you mean {' or '.join(TINY + match for match in near)}? " if near else ""
-    known = ", ".join(TINY + known for known in registry.tiny_models)
-    broken = "; 'attnplug backends' reports the broken plugins, which may provide more" if registry.broken else ""
-    raise ModelConfigError(f"{reference!r} is not a built-in model; {meant}known: {known}{broken}", reference)
+    known = ", ".join(TINY + known for known in registry.tiny_models) + _MORE * bool(registry.broken)
+    raise ModelConfigError(f"{reference!r} is not a built-in model; {meant}known: {known}", reference)

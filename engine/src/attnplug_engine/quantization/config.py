@@ -119,7 +119,8 @@ def _excluded(section: Config) -> Matches:
     for entry in entries:
         if not isinstance(entry, str):
             raise section.wrong("modules_to_not_convert", "a list of names")
-        expression = _expression(section, "modules_to_not_convert", f"(?:{entry}){_BOUNDARY}")
+        _expression(section, "modules_to_not_convert", entry)  # so that an error shows what the config has
+        expression = re.compile(f"(?:{entry}){_BOUNDARY}")
         patterns.append(_prefix_or_suffix(expression, entry))
     return _any(patterns)
 

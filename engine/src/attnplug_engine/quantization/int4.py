@@ -23,7 +23,6 @@ class Int4Groups(Scheme):
     code_dtype = torch.int32
     per_code = 8
     kernel = "int4"
-    unused = ("weight_g_idx",)
 
     def __init__(self, group: int) -> None:
         self.group = group
@@ -57,6 +56,12 @@ class Int4Groups(Scheme):
             stored = tuple(tensors.read("weight_shape", (2,), _INTEGERS).tolist())
             if stored != shape:
                 raise tensors.corrupt("weight_shape", f"is {list(stored)}, but the config implies {list(shape)}")
+        if tensors.stored("weight_g_idx") is not None:
+            assert self.group is not None
+            groups = tensors.read("weight_g_idx", (shape[1],), _INTEGERS)
+            # -1 for all columns: the quantizer kept their order
+            if not bool((groups == -1).all() | (groups == torch.arange(shape[1]) // self.group).all()):
+                raise tensors.corrupt("weight_g_idx", "puts columns in another order, which is not supported")
         return super().load(tensors, shape, rows=rows, columns=columns, ranks=ranks)
 
     def kept_scales(self, tensors: ModuleTensors) -> torch.dtype:
