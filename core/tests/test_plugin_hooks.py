@@ -116,7 +116,7 @@ def test_core_keeps_its_kind_of_memory_and_its_models(install: Install) -> None:
 
 def test_an_unknown_model_may_be_a_broken_plugins(install: Install) -> None:
     registry = load_registry([install(also(bringing(spec()), **{MODELS: {"acme": []}})), EMBEDDED], {})
-    with raises_naming(ModelConfigError, "'tiny:acme'", "attnplug backends"):
+    with raises_naming(ModelConfigError, "'tiny:acme'", "attnplug plugins"):
         tiny_config("tiny:acme", registry)
 
 
