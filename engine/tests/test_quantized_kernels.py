@@ -200,7 +200,7 @@ def test_many_rows_are_multiplied_on_a_gpu(scheme, device):
 )
 @on_every_device
 @pytest.mark.parametrize("scaled", [True, False], ids=["", "before SM 89"])
-@pytest.mark.sample(9)
+@pytest.mark.sample(5)
 def test_experts_equal_their_sum_in_float64(name, tokens, gated, clip, device, scaled, monkeypatch):
     """A clip comes with biases, as in gpt-oss."""
     scheme, experts, hidden, width = SCHEMES[name], 5, 256, 128

@@ -150,6 +150,7 @@ def test_who_joins_as_a_rank_ends_with_the_process_that_started_it(monkeypatch):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.sample(1)
 def test_a_rank_that_a_signal_ended_is_named(waiting, rank):
     with started("wait", path=waiting) as (process, ranks):
         os.kill(ranks[rank], signal.SIGKILL)
@@ -170,6 +171,7 @@ def test_a_rank_that_a_signal_ended_is_named(waiting, rank):
         ("mistake", 2, "error: an empty prompt\n"),  # which both find
     ],
 )
+@pytest.mark.sample(2)
 def test_output_of_ranks_is_printed_once(waiting, how, code, fragment):
     process = subprocess.run(
         [sys.executable, "-m", "attnplug", "fail", how],

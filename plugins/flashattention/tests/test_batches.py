@@ -38,6 +38,7 @@ def scene(case: KernelCase, kernel: str, device: str) -> KernelScene:
     ],
 )
 @pytest.mark.sample(5)
+@pytest.mark.sample(1)
 def test_padded_requests_between_others(mode, some, page_size, kernel, device):
     """Requests of length 0 have no row, and nothing is read or written for them."""
     check(scene(mha(some, mode, page_size, padding=2), kernel, device))

@@ -96,7 +96,7 @@ class TestDivision:
         ],
         ids=str,
     )
-    @pytest.mark.sample(3)
+    @pytest.mark.sample(2)
     def test_ways_to_cut(self, mode, new, changes, device):
         """Requests of several parts and tiles, and of one, in one batch."""
         cut = replace(MHAKernelConfig(16, 16, 4, 2, programs=2, overlap=False), **changes)

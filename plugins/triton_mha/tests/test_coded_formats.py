@@ -42,6 +42,7 @@ def case(mode: ForwardMode, *lengths: tuple[int, int], **changes: object) -> Ker
 @on_every_device
 @in_every_format
 @pytest.mark.parametrize(("mode", "new", "dim"), [(DECODE, 1, 80), (VERIFY, 3, 64), (EXTEND, 20, 128)])
+@pytest.mark.sample(5)
 def test_heads_of_every_width(mode, new, dim, format, device):
     """C4; and new rows are read as the cache holds them."""
     check(case(mode, (40, new), (7, new), head_dim=dim, kv_dtype=format), device)
