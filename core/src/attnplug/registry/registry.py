@@ -102,7 +102,7 @@ class Registry:
         if name not in self.devices:
             faults = "".join(f"; {fault}" for fault in self.broken if fault.name == f"device {name}")
             text = f"`{Setting.DEVICE}` {name!r} is unknown; installed are {', '.join(self.devices)}"
-            raise UsageError(text + (faults or _MORE * bool(self.broken)))
+            raise UsageError(text + (faults or (_MORE if self.broken else "")))
         return self.devices[name].value
 
     def processors(self, device: str | None) -> tuple[Processor, ...]:
@@ -129,7 +129,7 @@ class Registry:
             raise PluginError(f"`{setting}` {name}: {faults[0]}")
         names = ", ".join(sorted(each for each, format in known.items() if holds is None or holds in format.holds))
         text = f"`{setting}` {name!r} is not a KV format{f' of {holds} rows' if holds else ''}; use one of {names}"
-        raise UsageError(text + _MORE * bool(self.broken), settings=[setting])
+        raise UsageError(text + (_MORE if self.broken else ""), settings=[setting])
 
     def raise_if_check_failed(self, refusals: Iterable[tuple[Registered, Sequence[Refusal]]]) -> None:
         """In strict mode, raise a PluginError that lists every backend whose own check raised an exception."""
@@ -284,5 +284,5 @@ def tiny_config(reference: str, registry: Registry | None = None) -> Mapping[str
         raise PluginError(f"the model {reference!r} cannot be used:\n" + "\n".join(f"  {fault}" for fault in faults))
     near = difflib.get_close_matches(name, registry.tiny_models, n=2)
     meant = f"did you mean {' or '.join(TINY + match for match in near)}? " if near else ""
-    known = ", ".join(TINY + known for known in registry.tiny_models) + _MORE * bool(registry.broken)
+    known = ", ".join(TINY + known for known in registry.tiny_models) + (_MORE if registry.broken else "")
     raise ModelConfigError(f"{reference!r} is not a built-in model; {meant}known: {known}", reference)
