@@ -60,7 +60,7 @@ def attend(
     # torch's fused kernel has neither a logit cap nor a log-sum-exp, and its fallback for values of another width is
     # slower than ours. It adds its mask to the logits, which would not hide a NaN; on a CPU, rows of NaN become 0.
     fused = softmax.cap is None and not lse and k.shape[-1] == v.shape[-1] and extent.tree is None
-    fused = fused and not (q.device.type == "cpu" and bool(q.isnan().any() | k[:, :1].isnan().any()))
+    fused = fused and not (q.device.type == "cpu" and bool((q.sum() + k[:, :1].sum()).isnan()))  # a tenth of isnan()
     # On a CPU, kernels for 16-bit types are slower than those for float32, some by a factor of 100.
     exact = not fused or q.device.type == "cpu"
     dtype = torch.float32 if exact else q.dtype
