@@ -42,10 +42,11 @@ run: $(VENV)/installed
 # Two jobs at a time, the longest first. Workers of pytest-xdist would each collect all 13,000 tests, which takes each
 # of them most of a minute.
 SUITES := tests-engine tests-others tests-plugins tests-workspace tests-core
-# Types before tests/: a test of the guide there uses mypy's cache, without which it reads all of torch once more.
+# A test of the guide in tests/ uses mypy's cache, without which it reads all of torch once more.
+AFTER_TYPES := tests-workspace tests-core
 IN_PARALLEL := @$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync
 test: $(VENV)/installed-dev
-	$(IN_PARALLEL) tests-engine tests-others tests-plugins types tests-workspace tests-core site lint
+	$(IN_PARALLEL) $(filter-out $(AFTER_TYPES),$(SUITES)) types $(AFTER_TYPES) site lint
 
 tests: $(VENV)/installed-dev
 	$(IN_PARALLEL) $(SUITES)
