@@ -252,7 +252,7 @@ class Chain:
 def _small(latent: bool) -> Any:
     if latent:
         return mla.MLAKernelConfig(16, 16, 4, 2, start_steps=1, merge_columns=512)
-    return mha.MHAKernelConfig(16, 16, 4, 2, programs=2, merge="separate", overlap=False)
+    return mha.MHAKernelConfig(16, 16, 4, 2, programs=2, separate_merge=True, overlap=False)
 
 
 def exact_layer(chain: Chain, act: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -248,9 +248,9 @@ def _splits(chain: Chain, base: Variant) -> Iterator[tuple[str, Callable[[], Var
         changes = [{"programs": programs} for programs in (1, 2, 3, 4)]
         changes += [{"step": 16}, {"step": 32}, {"step": 64}, {"step": 128}]
         changes += [{"step": 16, "programs": 3}, {"step": 16, "programs": 4}, {"step": 32, "programs": 1}]
-        changes += [{"merge": "fused"}, {"merge": "separate"}, {"merge": "fused", "programs": 1}]
+        changes += [{"separate_merge": False}, {"separate_merge": True}, {"separate_merge": False, "programs": 1}]
         changes += [{"prefetch": 0}, {"prefetch": 1}, {"single": not now.single}, {"warps": 2}, {"warps": 8}]
-        changes += [{"step": 16, "merge": "fused"}, {"registers": 128}]
+        changes += [{"step": 16, "separate_merge": False}, {"registers": 128}]
     else:
         changes = [{"programs": 2}, {"kernel": "triton"}, {"kernel": "triton", "step": 16}]
         changes += [{"kernel": "triton", "step": 64}, {"kernel": "triton", "step": 32, "programs": 2}]

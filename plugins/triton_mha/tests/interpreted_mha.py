@@ -13,7 +13,7 @@ from attnplug import AttentionBackend, BackendContext, DType
 from attnplug_testing.batches import declaring
 from attnplug_testing.kernel_scene import KernelCase, KernelScene, check_stored
 from attnplug_testing.kernel_scene import check as check_scene
-from attnplug_triton_mha.configurations import Merge, MHAKernelConfig
+from attnplug_triton_mha.configurations import MHAKernelConfig
 
 Choose = Callable[[int, int, int, int], MHAKernelConfig]
 MULTIPROCESSORS = 3
@@ -24,9 +24,10 @@ CODED_TOLERANCE = 2e-2
 
 def small(rows: int, requests: int, kv_heads: int, format: int) -> MHAKernelConfig:
     """Short steps and low tiles, so that small batches have many of both; merged in both ways."""
-    merge: Merge = "fused" if requests % 2 else "separate"
     tile = 16 if rows <= 16 else 64
-    return MHAKernelConfig(tile, 16, 4, 2, programs=2, single=requests > 2, merge=merge, overlap=False)
+    return MHAKernelConfig(
+        tile, 16, 4, 2, programs=2, single=requests > 2, separate_merge=requests % 2 == 0, overlap=False
+    )
 
 
 FIXED = MHAKernelConfig(64, 16, 4, 2, programs=2, overlap=False, split=16)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.long
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 on_a_gpu = pytest.mark.parametrize("device", DEVICES[1:])
-SEPARATE = MHAKernelConfig(16, 16, 4, 2, programs=4, merge="separate", overlap=False)
+SEPARATE = MHAKernelConfig(16, 16, 4, 2, programs=4, separate_merge=True, overlap=False)
 FP8 = {"kv_dtype": DType.FLOAT8_E4M3, "kv_scales": (0.37, 1.7)}
 QWEN = {"heads": 16, "kv_heads": 2, "head_dim": 256}
 """Qwen3-Next's full layers."""
@@ -161,10 +161,10 @@ class TestOnAGPU:
     """Entries of the table, merged in both ways, whichever it would choose."""
 
     @on_a_gpu
-    @pytest.mark.parametrize("merge", ["fused", "separate", None])
+    @pytest.mark.parametrize("separate", [False, True, None])
     @pytest.mark.parametrize("entry", sorted(set(ENTRIES), key=str), ids=str)
-    def test_every_entry_of_the_table(self, entry, merge, device):
-        entry = replace(entry, merge=merge)
+    def test_every_entry_of_the_table(self, entry, separate, device):
+        entry = replace(entry, separate_merge=separate)
         for given, mode in (
             (lengths(5, 5000, 1, seed=1), DECODE),
             (lengths(3, 2000, 4, seed=2), VERIFY),
@@ -173,10 +173,10 @@ class TestOnAGPU:
             check(mha(given, mode, **QWEN), device, lambda *_: entry)
 
     @on_a_gpu
-    @pytest.mark.parametrize("merge", ["fused", "separate"])
+    @pytest.mark.parametrize("separate", [False, True])
     @pytest.mark.parametrize("requests", [1, 2, 7, 60])
-    def test_real_batches_give_the_same_bits(self, requests, merge, device):
-        entry = replace(ENTRIES[0], merge=merge)
+    def test_real_batches_give_the_same_bits(self, requests, separate, device):
+        entry = replace(ENTRIES[0], separate_merge=separate)
         stage = check(mha(lengths(requests, 9000, 1, seed=requests), DECODE, **QWEN), device, lambda *_: entry)
         first = stage.results()[0]
         assert all(torch.equal(stage.results()[0], first) for _ in range(20))

@@ -20,7 +20,7 @@ PAGE = 16
 def schedule(
     batch: Geometry, window: int = 0, group: int = 3, programs: int = 2
 ) -> tuple[SplitKVSchedule, torch.Tensor]:
-    cut = MHAKernelConfig(16, 16, 4, 2, programs=programs, merge="separate", overlap=False)
+    cut = MHAKernelConfig(16, 16, 4, 2, programs=programs, separate_merge=True, overlap=False)
     made = SplitKVSchedule.reserve(TritonLayerShape(2, group, 32, 32, window), cut, batch, multiprocessors=3)
     slots = torch.full((batch.rows,), -7)
     made.fill(batch, slots)

@@ -8,9 +8,7 @@ adapts to them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
-Merge = Literal["fused", "separate"]
 MAX_TILE = 128
 
 
@@ -32,10 +30,10 @@ class MHAKernelConfig:
     """Use a code path without a loop for programs with one step. It loads queries and cache rows together."""
     merge_elements: int = 32
     """Elements of partial results per thread of a fused merge: more loads in flight, more registers."""
-    merge: Merge | None = None
-    """Merge of a tile's KV splits: ``fused`` into the attention kernel, by the program that finishes last, or by a
-    ``separate`` kernel. ``None`` decides by the maximum number of splits (``merges_separately``). If requests have
-    different numbers of new rows, the merge is always fused."""
+    separate_merge: bool | None = None
+    """Merge a tile's KV splits by a separate kernel, or fused into the attention kernel by the program that finishes
+    last. ``None`` decides by the maximum number of splits (``merges_separately``). If requests have different numbers
+    of new rows, the merge is always fused."""
     overlap: bool = True
     """Use programmatic dependent launch (SM 90 and newer)."""
     registers: int | None = None
@@ -190,7 +188,7 @@ def max_parts(target: int, tiles: int, requests: int, steps: int) -> int:
 
 def merges_separately(configuration: MHAKernelConfig, parts: int) -> bool:
     """Return True if a separate kernel merges tiles of up to ``parts`` splits."""
-    return parts > MAX_FUSED_PARTS if configuration.merge is None else configuration.merge == "separate"
+    return parts > MAX_FUSED_PARTS if configuration.separate_merge is None else configuration.separate_merge
 
 
 @dataclass(frozen=True, slots=True)
