@@ -179,6 +179,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--part", choices=("schedules", "costs"), help="only this part")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--schedules", type=int, help="schedules of each model; 2000 in all by default")
     arguments = parser.parse_args()
     scale = SMOKE if arguments.smoke else FULL
     report: dict[str, Any] = {"device": scale.device, "torch": torch.__version__, "models": {}}
@@ -188,7 +189,7 @@ def main() -> None:
             found: dict[str, Any] = {}
             try:
                 if arguments.part != "costs":
-                    count = -(-scale.schedules // len(arguments.models))
+                    count = arguments.schedules or -(-scale.schedules // len(arguments.models))
                     found["schedules"] = schedules(
                         write(Path(folder) / f"{name}-short", shortened(config)), scale, count
                     )
@@ -198,8 +199,8 @@ def main() -> None:
                 found["refused"] = str(error)
             report["models"][name] = found
             print(name, json.dumps(found)[:2000], flush=True)
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(report, indent=1))
+            if arguments.out is not None:
+                arguments.out.write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":
