@@ -46,6 +46,7 @@ def caches(name: str, kind: str) -> dict[str, Any]:
         *((name, "static") for name in ("gemma2", "deepseek_v3")),
     ],
 )
+@pytest.mark.sample(5)
 def test_a_left_padded_batch_gets_the_tokens_of_eager(name, kind):
     found = generated(name, NATIVE, padded(LENS), max_new_tokens=12, **caches(name, kind))
     assert torch.equal(found, eager(name))
