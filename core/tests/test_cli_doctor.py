@@ -277,6 +277,7 @@ def test_cache_folders_are_shown_with_their_state(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "absent"))
     monkeypatch.setattr(doctor, "_FILES_COUNTED", 3)
+    monkeypatch.setattr(doctor, "_probe_plugins", lambda probes: NO_PLUGINS)
     (tmp_path / "kernel").mkdir()
     for number in range(2):
         (tmp_path / "kernel" / f"{number}.cubin").write_bytes(bytes(1 << 20))

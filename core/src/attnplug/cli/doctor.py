@@ -216,12 +216,6 @@ def _torch(probes: Probes, probed: Future[Findings]) -> Findings:
 def _kernel_libraries(probes: Probes, plugins: Future[Findings]) -> Findings:
     """Return the state of each library. Those that no usable backend requires are not imported, which saves seconds."""
     libraries, usable = _required_libraries(), plugins.result().get("usable")  # None: plugins could not be listed
-    modules: dict[str, list[str]] = {}
-    with suppress(Exception):  # damaged metadata
-        for module, distributions in metadata.packages_distributions().items():
-            if module.isidentifier() and not module.startswith("_"):
-                for distribution in set(distributions):
-                    modules.setdefault(canonical_name(distribution), []).append(module)
 
     def state(name: str) -> str:
         version = installed_version(name)
@@ -229,8 +223,13 @@ def _kernel_libraries(probes: Probes, plugins: Future[Findings]) -> Findings:
             return "not installed"
         if usable is not None and libraries[name].isdisjoint(usable):
             return f"{version}; not imported, because no backend that requires it is usable here"
-        public = sorted(modules.get(canonical_name(name), ()))
-        code = f"import {', '.join(public)}; answer = {{}}" if public else "answer = {}"
+        public: set[str] = set()
+        with suppress(Exception):  # damaged metadata
+            found = metadata.distribution(name)
+            files = (path.parts[0].removesuffix(".py") for path in found.files or () if path.suffix == ".py")
+            declared = (found.read_text("top_level.txt") or "").split()
+            public = {module for module in declared or files if module.isidentifier() and not module.startswith("_")}
+        code = f"import {', '.join(sorted(public))}; answer = {{}}" if public else "answer = {}"
         failure = probes.run(name, code).get("failed")
         return version if failure is None else f"{version}; import failed: {failure}"
 
