@@ -163,13 +163,18 @@ def _releases_batches(context: CheckContext) -> None:
 
 @contextmanager
 def _only_new_objects() -> Iterator[None]:
-    """Exclude all existing objects from garbage collection, which makes looking at the new ones cheap."""
+    """Exclude all existing objects from garbage collection, which makes looking at the new ones cheap.
+
+    If the process had excluded objects before, they stay excluded.
+    """
+    frozen_before = gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not frozen_before:
+            gc.unfreeze()
 
 
 def _memory_in_use() -> dict[str, int]:
