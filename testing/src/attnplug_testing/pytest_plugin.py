@@ -19,9 +19,9 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     from attnplug_testing.triton_mode import settle_triton
 
     settle_triton()
-    # Seeds differ from run to run, so 25 examples each find what 100 do, a few runs later, in a third of the time.
+    # Seeds differ from run to run, so 15 examples each find what 100 do, a few runs later, in a fifth of the time.
     # A shared machine may stall any example for a second; slowness is measured in benchmarks/, not here.
-    hypothesis.settings.register_profile("attnplug", deadline=None, print_blob=True, max_examples=25)
+    hypothesis.settings.register_profile("attnplug", deadline=None, print_blob=True, max_examples=15)
     hypothesis.settings.load_profile("attnplug")
     early_config.pluginmanager.import_plugin("attnplug_testing.command")
 

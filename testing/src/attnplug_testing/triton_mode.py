@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -77,8 +78,13 @@ def _speed_up_interpreter() -> None:
             kwargs["_semantic"] = interpreter.interpreter_semantic
             return member(*args, **kwargs)
 
+        if owner is language.tensor and name in _OPERATORS:
+            call = remembered(name, call)
+        elif name == "where" and owner in (language, language.core):
+            call = remembered_where(call)
         scope.set_attr(owner, name, call)
 
+    remembered, remembered_where = _remembered_operators(), _remembered_where()
     interpreter._patch_attr = patch_attr
     interpreter._patch_builtin = patch_builtin
     interpreter._patch_lang = patch_once
@@ -152,6 +158,8 @@ def _cache_operand_casts() -> None:
     cast_to: dict[Any, tuple[Any, Any]] = {}
     spread_to: dict[Any, tuple[Any, Any]] = {}
     numbers: dict[Any, tuple[Any, Any]] = {}
+    cast_handle, casts = InterpreterBuilder.cast_impl, list[tuple[Any, Any, Any]]()
+    cast_by: dict[Any, tuple[Any, Any]] = {}
 
     def other_dtype(before: Any, after: Any) -> Any:
         return None if before.dtype == after.dtype else after.dtype
@@ -205,8 +213,27 @@ def _cache_operand_casts() -> None:
         plain.add(kind)
         return value
 
-    def cast_once(self: Any, value: Any, dtype: Any, *rounding: Any, **more: Any) -> Any:
-        return value if value.dtype is dtype else cast(self, value, dtype, *rounding, **more)
+    def noted_cast(self: Any, handle: Any, target: Any) -> Any:
+        result = cast_handle(self, handle, target)
+        if len(casts) < 2:
+            casts.append((handle, target, result))
+        return result
+
+    def cast_once(self: Any, value: Any, dtype: Any, rounding: Any = None) -> Any:
+        if value.dtype is dtype:
+            return value
+        if rounding is not None or type(value) is not tensor:
+            return cast(self, value, dtype, rounding)
+        key = value.type.name, dtype.name
+        found = cast_by.get(key)
+        if found is None:
+            casts.clear()
+            result = cast(self, value, dtype, None)
+            if len(casts) == 1 and casts[0][0] is value.handle and casts[0][2] is result.handle:
+                cast_by[key] = casts[0][1], result.type
+            return result
+        target, made = found
+        return tensor(cast_handle(self.builder, value.handle, target), made)
 
     def expand(self: Any, handle: Any, axis: int) -> Any:
         data = handle.data
@@ -216,7 +243,154 @@ def _cache_operand_casts() -> None:
     rules.broadcast_impl_value = broadcast_once
     rules.cast = cast_once
     InterpreterBuilder.create_expand_dims = expand
+    InterpreterBuilder.cast_impl = noted_cast
     core._unwrap_if_constexpr = unwrap_once
+
+
+_NAMES = ("add", "sub", "mul", "floordiv", "mod", "and", "or", "xor", "gt", "ge", "lt", "le", "eq", "ne")
+_OPERATORS = frozenset(f"__{name}__" for name in _NAMES)
+
+
+def _remembered_operators() -> Callable[[str, Callable[..., Any]], Callable[[Any, Any], Any]]:
+    """Return a function that makes an operator of tensors remember, per pair of types, what Triton's own code did.
+
+    That code is a chain of ten calls which ends in one call of numpy. Where it does no more than that, later operations
+    on the same types make numpy's call at once, which broadcasts as Triton does. All other pairs take Triton's way.
+    """
+    import numpy
+    from triton.language.core import constexpr, tensor
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    binary, divide, add_pointer = (
+        getattr(InterpreterBuilder, name) for name in ("binary_op", "create_idiv", "create_addptr")
+    )
+    bitwise = (numpy.bitwise_and, numpy.bitwise_or, numpy.bitwise_xor)
+    calls: list[tuple[Any, Any, Any, Any]] = []  # function of numpy, both operands and result of the builder's calls
+    unknown = object()
+
+    def note(function: Any, lhs: Any, rhs: Any, result: Any) -> Any:
+        if len(calls) < 2:
+            calls.append((function, lhs, rhs, result))
+        return result
+
+    def noted_binary(self: Any, lhs: Any, rhs: Any, function: Any) -> Any:
+        return note(function, lhs, rhs, binary(self, lhs, rhs, function))
+
+    def noted_divide(self: Any, lhs: Any, rhs: Any) -> Any:
+        return note(lambda x, y: (x - numpy.fmod(x, y)) // y, lhs, rhs, divide(self, lhs, rhs))
+
+    def noted_pointer(self: Any, pointer: Any, offset: Any) -> Any:
+        width = max(1, pointer.get_element_ty().primitive_bitwidth // 8)
+        result = add_pointer(self, pointer, offset)
+        return note(lambda x, y: x + width * y.astype(numpy.uint64), pointer, offset, result)
+
+    def cast_of(before: Any, after: Any) -> Any:
+        """Return the type that numpy casts an operand to, None for no cast, and False for a cast of Triton's own."""
+        if before.data.dtype == after.data.dtype:
+            return None
+        return after.data.dtype if before.dtype.scalar.is_int() and after.dtype.scalar.is_int() else False
+
+    def recipe_of(lhs: Any, rhs: Any, result: Any) -> Any:
+        """Return what to repeat, or None. ``rhs`` is None for a number, which has become a tensor of one value."""
+        if len(calls) != 1 or type(result) is not tensor or calls[0][3] is not result.handle:
+            return None
+        function, left, right, made = calls[0]
+        casts = cast_of(lhs.handle, left), None if rhs is None else cast_of(rhs.handle, right)
+        wraps = left.data.dtype == right.data.dtype == bool and function not in bitwise  # one bit, unlike numpy's bool
+        if wraps or False in casts:
+            return None
+        number = right.data if rhs is None else None
+        of_tensor = result.type, result.dtype, result.shape, result.numel
+        return function, *casts, number, made.data.dtype, made.dtype, *of_tensor
+
+    recipes: dict[Any, Any] = {}
+    new = tensor.__new__
+
+    def remembered(name: str, call: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+        def operator(lhs: Any, rhs: Any) -> Any:
+            kind = type(rhs)
+            if kind is constexpr:
+                rhs = rhs.value
+                kind = type(rhs)
+            key: Any
+            if kind is tensor:
+                key = name, lhs.type.name, rhs.type.name
+            elif kind is int or (kind is float and rhs != 0):  # 0.0 and -0.0 are one key
+                key = name, lhs.type.name, kind, rhs
+            else:
+                return call(lhs, rhs)
+            recipe = recipes.get(key, unknown)
+            if recipe is None:
+                return call(lhs, rhs)
+            if recipe is unknown:
+                calls.clear()
+                result = call(lhs, rhs)
+                recipes[key] = recipe_of(lhs, rhs if kind is tensor else None, result)
+                return result
+            function, left, right, number, dtype, handle, block, scalar, shape, numel = recipe
+            x, y = lhs.handle.data, rhs.handle.data if number is None else number
+            data = function(x if left is None else x.astype(left), y if right is None else y.astype(right))
+            if data.dtype is not dtype:
+                data = data.astype(dtype)
+            made = new(tensor)
+            made.handle, made.type, made.dtype = TensorHandle(data, handle), block, scalar
+            made.shape, made.numel = shape, numel
+            return made
+
+        return operator
+
+    InterpreterBuilder.binary_op = noted_binary
+    InterpreterBuilder.create_idiv = noted_divide
+    InterpreterBuilder.create_addptr = noted_pointer
+    return remembered
+
+
+def _remembered_where() -> Callable[[Callable[..., Any]], Callable[[Any, Any, Any], Any]]:
+    """Return a function that makes ``where`` remember what Triton's own code did, as operators do."""
+    import numpy
+    from triton.language.core import constexpr, int1, tensor
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    ternary, selected, recipes = InterpreterBuilder.ternary_op, list[Any](), dict[Any, Any]()
+
+    def noted(self: Any, condition: Any, x: Any, y: Any, function: Any) -> Any:
+        result = ternary(self, condition, x, y, function)
+        if len(selected) < 2:
+            selected.append((function, x, y, result))
+        return result
+
+    def key_of(value: Any) -> Any:
+        kind = type(value)
+        if kind is tensor:
+            return value.type.name
+        return (kind, str(value)) if kind is int or kind is float else None
+
+    def remembered(call: Callable[..., Any]) -> Callable[[Any, Any, Any], Any]:
+        def where(condition: Any, x: Any, y: Any) -> Any:
+            x, y = (each.value if type(each) is constexpr else each for each in (x, y))
+            of_x, of_y = key_of(x), key_of(y)
+            if type(condition) is not tensor or condition.dtype is not int1 or of_x is None or of_y is None:
+                return call(condition, x, y)
+            key = condition.type.name, of_x, of_y
+            recipe = recipes.get(key)
+            if recipe is None:
+                selected.clear()
+                result = call(condition, x, y)
+                if len(selected) == 1 and selected[0][0] is numpy.where and selected[0][3] is result.handle:
+                    pairs = tuple(zip((x, y), selected[0][1:3], strict=True))
+                    numbers = [None if type(given) is tensor else handle.data for given, handle in pairs]
+                    if all(type(given) is not tensor or given.dtype is handle.dtype for given, handle in pairs):
+                        recipes[key] = *numbers, result.handle.dtype, result.type
+                return result
+            number_x, number_y, dtype, block = recipe
+            left = x.handle.data if number_x is None else number_x
+            right = y.handle.data if number_y is None else number_y
+            return tensor(TensorHandle(numpy.where(condition.handle.data, left, right), dtype), block)
+
+        return where
+
+    InterpreterBuilder.ternary_op = noted
+    return remembered
 
 
 @cache
