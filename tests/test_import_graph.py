@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from import_statements import imports_of
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = sorted(path.parent for path in ROOT.glob("*/src/*/__init__.py")) + sorted(
@@ -18,19 +18,6 @@ TOGETHER = {"attnplug", "attnplug_conformance", "attnplug_engine", "attnplug_tes
 AUTHOR = {"attnplug", "attnplug.kernels", "attnplug.linear", "attnplug.sparse", "attnplug.tables"}
 """Public modules for authors of backends."""
 PUBLIC = {*AUTHOR, "attnplug.host"}
-
-
-@cache
-def imports_of(path: Path) -> set[str]:
-    """Every module that a file imports or imports from, wherever in it."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} imports relatively"
-            found |= {str(node.module)}
-    return found
 
 
 def modules_of(package: Path) -> dict[str, Path]:
@@ -44,6 +31,8 @@ def modules_of(package: Path) -> dict[str, Path]:
 def test_there_is_no_import_cycle(package):
     """Not even inside functions or for type checking. A package that is a table of contents is left out."""
     modules = modules_of(package)
+    relative = [name for name, path in modules.items() if any(each.startswith(".") for each in imports_of(path))]
+    assert not relative, "imports are absolute"
     graph = {
         name: {imported for imported in imports_of(path) if imported in modules and imported != package.name}
         for name, path in modules.items()

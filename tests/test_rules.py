@@ -28,7 +28,10 @@ def test_every_rule_that_is_cited_is_defined() -> None:
 def test_every_rule_is_named_by_a_test() -> None:
     named: set[str] = set()
     for path in TESTS:
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        if cited(text) <= named:  # parsing it would take most of the time
+            continue
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 named |= cited(ast.get_docstring(node) or "")
     assert DEFINED and not DEFINED - named

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 import tomllib
 from functools import cache
@@ -11,6 +10,8 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+
+from import_statements import imports_of
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = [
@@ -29,16 +30,9 @@ def modules(folder: Path) -> set[str]:
     return {path.stem for path in folder.iterdir() if path.suffix == ".py" or path.is_dir()}
 
 
-@cache
 def imported(path: Path) -> set[str]:
     """Return the top-level names of the modules that a file imports."""
-    found = set[str]()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found.update(alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module.partition(".")[0])
-    return found
+    return {name.partition(".")[0] for name in imports_of(path)}
 
 
 def name(folder: Path) -> str:
