@@ -26,8 +26,9 @@ def attnplug_backends():
     return [BackendSpec("acme_kernels", "for newer devices", contract="1.0", factory=factory, capabilities=can)]
 """
 GENERATE = ("--random-weights", "--ignore-eos", "--max-tokens", "6", "--prompt", "hello world, hello", "--json")
-MODELS = {"llama": ["tiny:llama", "--temperature", "0.8"], "deepseek_v3": ["tiny:deepseek_v3"]}
+MODELS = {"llama": ["tiny:llama", "--temperature", "0.8"]}
 MORE_MODELS = {
+    "latent": ["tiny:deepseek_v3"],
     "linear": ["tiny:qwen3_next"],
     "drafts": ["tiny:llama", "--speculative-algorithm", "ngram"],
     "sparse": ["tiny:deepseek_v32", "--enable-hisparse"],
@@ -100,7 +101,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(site: Path, commands: dict[str, list[str]], plugins: str) -> Done:
-    environment = {"PYTHONPATH": str(site), "ATTNPLUG_PLUGINS": plugins, "CUDA_VISIBLE_DEVICES": ""}
+    environment = {
+        "PYTHONPATH": str(site),
+        "ATTNPLUG_PLUGINS": plugins,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
     ended = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         input=json.dumps(commands),

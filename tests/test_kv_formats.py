@@ -63,6 +63,7 @@ def acme(monkeypatch):
 
 @pytest.mark.parametrize("format", ["acme_int8", "fp8_per_token_head", "nvfp4"])
 @pytest.mark.parametrize("model", ["tiny:llama", "tiny:deepseek_v3"])
+@pytest.mark.sample(2)
 def test_the_engine_serves_a_format_and_a_prefix_hit_gives_the_same(acme, model, format):
     engine = Engine(model, **OPTIONS, kv_dtype=format)
     first, again = (engine.generate([PROMPT], SAMPLING)[0] for _ in range(2))

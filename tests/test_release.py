@@ -104,7 +104,7 @@ def wheel(folder: Path, name: str, version: str, *requires: str) -> None:
         ("0.9.0", ["0.8.0", "0.9.3", "0.10.0", "1.0.0rc1", "1.0.0"], "0.9.3"),
     ],
 )
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_pip_resolves_what_the_gate_accepts(
     written_for: str, released: list[str], taken: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -722,11 +722,19 @@ PREPARED = {
 SEEDS = {
     "mha-random_more_than_256_rows_of_a_request": 2,
     "mha-random_more_than_512_rows_of_a_batch": 2,
-    "mha-random_bfloat16_over_4000_rows": 1,
-    "mha-random_shared_pages": 2,
     "mha-random_fp8_in_a_verify": 5,
-    "mha-random_second_shape_forgets_the_first": 3,
-    "mha-random_tree_read_when_planned": 4,
-    "mla-random_chunks": 11,
 }
 """Seeds of random cases that catch a mutant early. Any seed catches it sooner or later."""
+
+SEEDS_OF_SMALL_CASES = {
+    "mha-random_bfloat16_over_4000_rows": 8,
+    "mha-random_windows_of_64_and_more": 37,
+    "mha-random_rows_and_queries_of_two_dtypes": 6,
+    "mha-random_second_shape_forgets_the_first": 31,
+    "mha-random_shared_pages": 11,
+    "mha-random_state_left_by_a_refused_batch": 12,
+    "mha-random_tree_read_when_planned": 31,
+    "mla-random_chunks": 31,
+    "mla-random_rank_512": 28,
+}
+"""The same for cases that are drawn for a budget of 2 s, which are smaller."""

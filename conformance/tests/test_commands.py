@@ -200,6 +200,7 @@ class TestCheck:
         assert verdict["backend"] == "torch_native" and verdict["quick"] and verdict["conforms"]
         assert {"mha", "mla", "sparse"} <= set(verdict["claims"])
 
+    @pytest.mark.long
     def test_linear_backends_are_checked_where_one_is_asked_for(self, capsys):
         assert attnplug("check", "--device", "cpu", "--linear-attention-backend", "torch") == 0
         assert "torch conforms (quick)" in capsys.readouterr().out

@@ -162,6 +162,7 @@ def test_a_plugin_that_interrupts_is_named(attnplug: Attnplug, package: Package)
     ],
     ids=["on import", "on import, below Python", "in its check"],
 )
+@pytest.mark.sample(2)
 def test_a_plugin_that_prints_does_not_spoil_json(
     package: Package, tmp_path: Path, arguments: list[str], on_import: str, in_check: str
 ) -> None:

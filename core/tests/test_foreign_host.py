@@ -153,6 +153,7 @@ def attention(layer: LayerSpec, pools: KVPools) -> ModelAttention:
 @pytest.mark.parametrize("lengths", [EXTEND, DECODE[:3]], ids=["extend", "decode"])
 @pytest.mark.parametrize("own_slots", [True, False])
 @pytest.mark.parametrize("name", VLLM_AND_SGLANG)
+@pytest.mark.sample(9)
 def test_gqa_over_a_hosts_cache(name, own_slots, lengths):
     host, cache = Host(lengths), VLLM_AND_SGLANG[name]
     tensors = cache.tensors()

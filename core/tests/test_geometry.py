@@ -30,7 +30,7 @@ def expected(table: torch.Tensor, lens: Sequence[int], page_size: int) -> list[l
 
 
 @pytest.mark.parametrize("slots", [_host_slots, _device_slots])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(page_size=st.integers(1, 9), lens=st.lists(st.integers(1, 30), min_size=1, max_size=6), spare=st.integers(0, 2))
 def test_slots_of_whole_requests(
     slots: Callable[..., torch.Tensor], page_size: int, lens: list[int], spare: int
@@ -73,7 +73,7 @@ class TestNewSlots:
     """Slot mapping of new rows: given by the host, or from the page table, with or without lengths on the host."""
 
     @pytest.mark.parametrize("device", DEVICES)
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=16, deadline=None)
     @given(
         lengths=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)), min_size=1, max_size=6),
         page_size=st.sampled_from([1, 3, 8]),

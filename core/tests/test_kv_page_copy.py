@@ -9,7 +9,7 @@ from attnplug.kernels import PageCopy
 from attnplug.kv.buffer import settle_copies
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=8))
 def test_settled_copies_do_what_one_after_another_would(pairs: list[tuple[int, int]]) -> None:
     one_by_one = list("abcdef")

@@ -127,7 +127,7 @@ def test_a_kernel_with_smaller_pages_sees_the_same_rows() -> None:
     assert torch.equal(kernel_pages[7], k[14:16])
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=12)
 @given(st.data(), st.sampled_from(LAYOUTS), st.integers(1, 4), st.integers(1, 5), st.integers(1, 3))
 def test_any_sequence_of_writes_reads_back_like_a_flat_array(
     data: st.DataObject, layout: LayoutName, num_pages: int, page_size: int, heads: int
@@ -374,7 +374,7 @@ def test_fp8_rows_come_back_within_half_a_step(layout: LayoutName, device: str) 
     assert torch.equal(pool.keys(0).float() * 0.25, pool.read_keys(0, slots).view(5, 4, 2, 8))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(
     st.lists(st.floats(-(2**20), 2**20, width=32), min_size=1, max_size=20),
     st.floats(2**-8, 2**8, width=32),

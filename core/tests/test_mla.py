@@ -63,7 +63,7 @@ class TestPaths:
     def test_random_batches_match_float64_on_every_path(self, path, device):
         """C1: three ways, one result; C3: chunks that split, pack, and leave requests without context."""
 
-        @settings(max_examples=15)
+        @settings(max_examples=8)
         @given(
             st.lists(st.tuples(st.one_of(st.just(0), st.integers(1, 60)), st.integers(1, 20)), min_size=1, max_size=4),
             st.sampled_from([1, 3, 17, 64, 1 << 17]),

@@ -395,13 +395,13 @@ def reads_or_refuses(config: dict[str, Any]) -> None:
         assert spec.describe()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(mutated_configs())
 def test_a_mutated_config_is_read_or_refused(config: dict[str, Any]) -> None:
     reads_or_refuses(config)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted({key for valid in VALID for key in valid})), JSON))
 def test_a_random_config_is_read_or_refused(config: dict[str, Any]) -> None:
     reads_or_refuses(config)

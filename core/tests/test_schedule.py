@@ -38,7 +38,7 @@ def best(times: dict[str, float]) -> str:
     return min(times, key=lambda name: (times[name], name))
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(schedules())
 def test_at_a_measured_point_it_is_the_one_measured_fastest(schedule: BackendSchedule) -> None:
     """Those that were not measured there may win only by lying between points of their own."""
@@ -49,7 +49,7 @@ def test_at_a_measured_point_it_is_the_one_measured_fastest(schedule: BackendSch
         assert schedule.fastest(*point) == best(expected)
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(
     schedules(), st.integers(1, 400), st.integers(1, 400), st.booleans(), st.lists(st.integers(1, 1 << 18), max_size=5)
 )
@@ -87,7 +87,7 @@ def test_the_best_over_all_lengths_has_the_smallest_mean_slowness(
     assert schedule.overall(8, 1, longest) == name
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(schedules(), st.integers(1, 400), st.integers(1, 400))
 def test_who_is_the_fastest_at_every_length_is_the_best_over_all(
     schedule: BackendSchedule, requests: int, tokens: int

@@ -65,7 +65,7 @@ def cases(draw, mla: bool) -> KernelCase:
 def test_random_batches_of_mha_and_gqa_match_float64(device):
     """C4: log-sum-exp is natural, float32, [tokens, heads]. B5: padding rows give zeros."""
 
-    @settings(max_examples=25)
+    @settings(max_examples=12)
     @given(cases(mla=False))
     def holds(case):
         check(case, device)
@@ -77,7 +77,7 @@ def test_random_batches_of_mha_and_gqa_match_float64(device):
 def test_random_batches_of_mla_match_float64(device):
     """C4, absorbed MLA."""
 
-    @settings(max_examples=15)
+    @settings(max_examples=8)
     @given(cases(mla=True))
     def holds(case):
         check(case, device)

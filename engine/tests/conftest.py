@@ -41,6 +41,7 @@ from attnplug.linear import LinearStatePool
 from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug.wrappers.forwarding import HybridLinearBackend
 from attnplug_engine import kernels, prepare
+from attnplug_engine.cli import arguments
 from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.scheduling.page_allocator import PageAllocator
 from attnplug_engine.scheduling.slot_table import SlotTable
@@ -49,7 +50,7 @@ from attnplug_sparse.torch_sparse import TorchSparseBackend
 from attnplug_testing.batches import capabilities
 from attnplug_testing.devices import DEVICES, INTERPRETED
 
-# Every engine looks for all plugins.
+# Every engine and every command looks for all plugins.
 _find_plugins = prepare.load_registry
 
 
@@ -58,7 +59,11 @@ def _found(*_places: str | None) -> Registry:
     return _find_plugins()
 
 
-prepare.load_registry = lambda: _found(os.environ.get("ATTNPLUG_PLUGINS"), os.environ.get("ATTNPLUG_STRICT"), *sys.path)
+def _registry() -> Registry:
+    return _found(os.environ.get("ATTNPLUG_PLUGINS"), os.environ.get("ATTNPLUG_STRICT"), *sys.path)
+
+
+prepare.load_registry = arguments.load_registry = _registry
 
 
 @functools.cache

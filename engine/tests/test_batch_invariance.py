@@ -74,7 +74,7 @@ def flips(model: str, name: str, count: int, **given: Any) -> list[tuple[int, in
     return differing(build(model, **SETTINGS[name], **given), range(start, start + count), wanted, results, SIZES)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("model", [*SERVED, *OTHERS])
 def test_a_schedule_changes_no_bits(model: str, name: str) -> None:

@@ -295,7 +295,7 @@ TOO_LARGE = (
 @pytest.mark.parametrize(
     ("template", "limit"), [*((each, "0.1 s") for each in TOO_SLOW), *((each, "64 MiB") for each in TOO_LARGE)]
 )
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_a_template_that_exceeds_a_limit_is_reported_and_the_next_one_is_rendered(monkeypatch, template, limit):
     monkeypatch.setattr(template_process, "SECONDS", 0.1 if limit == "0.1 s" else 5.0)
     monkeypatch.setattr(template_process, "MEMORY", 64 << 20)

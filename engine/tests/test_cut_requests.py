@@ -29,6 +29,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.sample(4)
 def test_halves_give_float64s_result_wherever_a_request_is_cut(case):
     """B4: the cache is NaN where nobody wrote, so the first half reads no row of the second."""
     for request, (_, new) in enumerate(case.lengths):

@@ -185,6 +185,7 @@ def test_nan_in_logits_ends_the_request_that_has_it_and_no_other(overlap):
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("model", ["tiny:llama", "tiny:kimi_linear"])
+@pytest.mark.sample(2)
 def test_pages_of_a_request_that_ends_by_an_error_are_not_found_again(model, overlap):
     """Others with the same tokens would read what made it fail."""
     engine = Engine(model, device="cpu", page_size=4, chunked_prefill_size=4, state_checkpoint=64, overlap=overlap)

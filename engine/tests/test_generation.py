@@ -135,6 +135,7 @@ def test_same_tokens_on_every_extend_path(oracles, name, path, capacity):
     ("name", "path", "splits"),
     [("deepseek_v3", path, path is not ExtendPath.ABSORBED) for path in ExtendPath] + [("glm_moe_dsa", None, False)],
 )
+@pytest.mark.sample(2)
 def test_same_tokens_when_prompts_arrive_while_others_decode(oracles, name, path, splits, monkeypatch):
     """C1: MLA layers run the decodes apart from chunks as MHA. Prompts begin with cached pages, and end in chunks of
     one token."""
@@ -157,6 +158,7 @@ def test_same_tokens_when_prompts_arrive_while_others_decode(oracles, name, path
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.sample(2)
 def test_same_tokens_with_prefix_hits(oracles, name):
     engine = generate(oracles(name), page_size=4)
     again(engine, oracles(name))
@@ -164,6 +166,7 @@ def test_same_tokens_with_prefix_hits(oracles, name):
 
 
 @pytest.mark.parametrize(("name", "prefix_cache"), [("llama", True), ("deepseek_v3", False), ("glm_moe_dsa", True)])
+@pytest.mark.sample(2)
 def test_same_tokens_when_a_tiny_pool_forces_preemption(oracles, name, prefix_cache):
     engine = generate(oracles(name), page_size=8, num_pages=15, prefix_cache=prefix_cache)
     assert engine.scheduler.preemptions > 0
@@ -172,6 +175,7 @@ def test_same_tokens_when_a_tiny_pool_forces_preemption(oracles, name, prefix_ca
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.sample(2)
 def test_a_page_with_another_holder_is_copied_before_the_next_token_is_written(oracles, name):
     """Pages of other holders stay unchanged, and the request reads its own earlier rows from the copy."""
     oracle = oracles(name)

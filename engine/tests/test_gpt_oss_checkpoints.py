@@ -104,7 +104,8 @@ def test_tokens_in_bfloat16_are_as_near_as_those_of_transformers(folder, device)
     assert own.mean() < 0.02
 
 
-@pytest.mark.parametrize("width", [64, 96])
+@pytest.mark.parametrize("width", [96, 64])
+@pytest.mark.sample(1)
 def test_ranks_divide_experts_between_groups(width, make_oracle, make_stage, sequences, tmp_path):
     """Groups have 32 columns. The published width of 2880 is that of 90 groups, which 4 and 8 ranks divide unevenly."""
     folder = published_gpt_oss(make_oracle("gpt_oss", intermediate_size=width).folder, tmp_path / "q")

@@ -373,6 +373,7 @@ class WritesPadding(Refilling):
 class TestOverclaims:
     @pytest.mark.parametrize("kind", [StaleLengths, StalePages, EarlyPages, EarlyLengths])
     @pytest.mark.parametrize("model", MODELS)
+    @pytest.mark.sample(5)
     def test_a_backend_that_keeps_what_was_captured_is_found_out(self, model, kind, native):
         native(kind)
         with pytest.raises(BackendError) as caught:
@@ -383,6 +384,7 @@ class TestOverclaims:
     @pytest.mark.parametrize("kind", [StaleSlots, EarlySlots])
     @pytest.mark.parametrize("whole", [True, False], ids=["whole", "by parts"])
     @pytest.mark.parametrize("model", HYBRIDS)
+    @pytest.mark.sample(3)
     def test_a_linear_backend_that_keeps_the_slots_of_the_capture_is_found_out(self, model, whole, kind, native):
         class Stale(kind):
             if not whole:

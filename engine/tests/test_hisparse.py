@@ -283,6 +283,7 @@ def test_an_fp8_cache_is_moved_as_it_is_stored():
 
 
 @pytest.mark.parametrize("seed", range(2))
+@pytest.mark.sample(1)
 def test_a_random_walk_of_arrivals_aborts_and_failures_leaves_nothing(seed, expected, monkeypatch):
     """Aborts in every state of a request, steps that fail in flight, and too few pages on the host."""
     engine, known = make(num_pages=24, overlap=True), expected()

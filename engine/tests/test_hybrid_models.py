@@ -112,7 +112,7 @@ def in_chunks(stage, sequences, sizes):
 
 
 @pytest.mark.parametrize("case", MODELS)
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 def test_logits_equal_those_of_transformers(case, make_oracle, shared_oracle, make_stage, prompts):
     model_type, changes = MODELS[case]
     oracle = make_oracle(model_type, **changes) if changes else shared_oracle(model_type)
@@ -217,7 +217,7 @@ def test_a_state_that_is_lost_changes_the_logits(name, make_stage, prompts):
 
 
 @pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in NAMES), ("kimi_linear", 4)])
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_every_rank_gets_the_logits_of_one_process(name, size, shared_oracle, make_stage, prompts):
     oracle = shared_oracle(name)
 

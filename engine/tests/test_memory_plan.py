@@ -118,6 +118,7 @@ def status(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
 
 load_model("tiny:llama", dtype=torch.bfloat16, device="cpu")  # imports
+assert "triton" not in sys.modules, "triton is imported on a CPU"
 open("/proc/self/clear_refs", "w").write("5")  # resets the peak
 before = status("VmRSS")
 model = load_model(sys.argv[1], dtype=torch.bfloat16, device="cpu").module
@@ -126,11 +127,14 @@ print(status("VmHWM") - before - sum(weight.nbytes for weight in model.parameter
 
 
 def test_loading_keeps_no_more_on_the_host_than_the_largest_file(tmp_path):
-    """E5. On a CPU the model itself comes on top. Without closing files it is their sum, here 7.9 times the largest."""
-    keys = {**TINY_CONFIGS["llama"], "hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 8}
+    """E5. On a CPU the model itself comes on top. Without closing files it is their sum, here 3.9 times the largest.
+
+    The process also shows that loading a model imports no Triton.
+    """
+    keys = {**TINY_CONFIGS["llama"], "hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 4}
     config = keys | {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 128, "tie_word_embeddings": False}
     sizes, files = {}, {}
-    for layer in range(8):
+    for layer in range(4):
         prefix = f"model.layers.{layer}"
         shapes = {f"{prefix}.self_attn.{name}_proj.weight": (512, 512) for name in "qkvo"}
         shapes |= {f"{prefix}.mlp.{name}_proj.weight": (4096, 512) for name in ("gate", "up")}
@@ -146,5 +150,7 @@ def test_loading_keeps_no_more_on_the_host_than_the_largest_file(tmp_path):
         sizes[file] = (tmp_path / file).stat().st_size
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    done = subprocess.run([sys.executable, "-c", _LOAD, str(tmp_path)], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", _LOAD, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-500:]
     assert int(done.stdout) < 1.2 * max(sizes.values())

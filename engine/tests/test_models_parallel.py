@@ -34,7 +34,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize(("case", "size"), [*((case, 2) for case in MODELS), ("llama, biases", 4), ("deepseek_v3", 4)])
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 def test_every_rank_gets_the_logits_of_one_process(case, size, make_oracle, make_stage, sequences):
     oracle = make_oracle(case.split(",")[0], **MODELS[case])
 

@@ -180,5 +180,5 @@ class AllocatorAgainstCounts(RuleBasedStateMachine):
         assert self.allocator.free_pages == self.model.count(0)
 
 
-AllocatorAgainstCounts.TestCase.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+AllocatorAgainstCounts.TestCase.settings = settings(max_examples=12, stateful_step_count=30, deadline=None)
 TestAllocatorAgainstCounts = AllocatorAgainstCounts.TestCase

@@ -128,6 +128,7 @@ class TestMLAAsMHA:
     @pytest.mark.parametrize(
         "settings", [{"forced": "absorbed"}, {"disable_ragged": True}, {"forced": "one_shot"}], ids=str
     )
+    @pytest.mark.sample(2)
     def test_a_policy_that_runs_them_otherwise_captures_no_mha(self, settings, native):
         native(AnyRagged)
         given = {**settings, **({"forced": ExtendPath.parse(settings["forced"])} if "forced" in settings else {})}
@@ -771,6 +772,7 @@ class TestAside:
         ("captured_us", "eager_us", "saved_us", "replayed"),
         [(30, 20, 10, False), (30, 20, 40, True), (30, 31, 10, True), (30, 20, 29, False)],
     )
+    @pytest.mark.sample(2)
     def test_measured_times_are_compared_with_each_other_and_with_what_the_graph_saves(
         self, captured_us, eager_us, saved_us, replayed, monkeypatch
     ):

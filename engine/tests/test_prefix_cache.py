@@ -174,7 +174,7 @@ def test_pages_and_tokens_that_do_not_fit_are_refused_and_nothing_is_cached() ->
         PrefixCache(allocator, 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(
     page_size=st.integers(1, 3),
     actions=st.lists(

@@ -136,7 +136,7 @@ def test_greedy_takes_the_likeliest_and_of_equals_the_first() -> None:
     assert Sampler().sample(logits, [request(4), request(2)]).tolist() == [1, 0]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     rows=st.integers(1, 4),
@@ -204,7 +204,7 @@ def test_noise_reaches_as_far_as_the_hash() -> None:
     assert noise.topk(1000).values.unique().numel() > 950
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     rows=st.sampled_from([2, 3, 17, 64]),

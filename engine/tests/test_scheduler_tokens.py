@@ -52,7 +52,7 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
     return found
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     arrivals=arrivals(),
     page_size=st.integers(1, 8),

@@ -58,6 +58,7 @@ def tokens(updates: Sequence[Update]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("turns", ["ab", "aab", "abbbbb", "b" * 20 + "a", "abc", "cccba", "acab"])
+@pytest.mark.sample(6)
 def test_alternating_iterators_lose_nothing(engine, alone, turns):
     numbers = {"a": [0, 1], "b": [2], "c": [3, 4, 0]}
     streams = {name: stream(engine, numbers[name]) for name in numbers if name in turns}

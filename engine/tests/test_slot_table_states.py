@@ -151,5 +151,5 @@ class TableOverPool(RuleBasedStateMachine):
         assert self.allocator.free_pages == self.PAGES
 
 
-TableOverPool.TestCase.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+TableOverPool.TestCase.settings = settings(max_examples=12, stateful_step_count=25, deadline=None)
 TestTableOverPool = TableOverPool.TestCase

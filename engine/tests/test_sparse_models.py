@@ -160,6 +160,7 @@ def test_each_layer_is_that_of_the_models_equations_in_float64(name, make_stage)
 
 
 @pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.sample(1)
 def test_cached_index_keys_are_those_of_transformers(name, make_oracle, make_stage, sequences):
     oracle = make_oracle(name)
     stage = make_stage(load_model(str(oracle.folder), dtype=torch.float32, device="cpu"), len(sequences))
@@ -203,6 +204,7 @@ def eight() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.sample(1)
 def test_a_batch_of_eight_long_and_short_prompts_gives_the_tokens_of_transformers(name, make_oracle):
     oracle = make_oracle(name)
     options = {"page_size": 8, "chunked_prefill_size": 50, "max_batch": 8, "ignore_eos": True}
@@ -298,6 +300,7 @@ def test_an_index_that_the_config_says_is_shared_is_not_left_out_silently(make_o
 
 
 @pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.sample(1)
 def test_run_serves_sparse_models_and_explain_shows_them(name, attnplug: Attnplug):
     model = ("--model", f"tiny:{name}", "--device", "cpu")
     answer = ("--prompt", "a prompt of many tokens", "--max-tokens", "4", "--index-dtype", "fp8")

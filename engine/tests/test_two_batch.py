@@ -104,7 +104,7 @@ class TestPlaceToCut:
         assert split_point(padded(lengths(DECODE, [1]), 2)) is None
 
     @given(st.lists(st.integers(1, 60), min_size=1, max_size=9))
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=16, deadline=None)
     def test_halves_are_alike(self, new):
         """Every half has rows, and none less than its share, but for the odd row."""
         geometry = lengths(EXTEND, [min(rows, 100) for rows in new])

@@ -27,6 +27,7 @@ PAGES = 40
         (Mode.TARGET_VERIFY, [4, 12], [3, 3]),
     ],
 )
+@pytest.mark.sample(3)
 def test_every_batch_attends_to_its_own_rows(page_size: int, mode: Mode, prefixes: list[int], new: list[int]) -> None:
     torch.manual_seed(0)
     lengths = [before + more for before, more in zip(prefixes, new, strict=True)]

@@ -100,6 +100,7 @@ def query_slots(table: Tensor, new: list[int]) -> list[Tensor]:
 
 @pytest.mark.parametrize("rope", [16, 0])
 @pytest.mark.parametrize(("mode", "prefixes", "new"), BATCHES)
+@pytest.mark.sample(3)
 def test_rows_that_sglang_selected_are_attended_to(
     build: Any, mode: Mode, prefixes: list[int], new: list[int], rope: int
 ) -> None:

@@ -152,6 +152,7 @@ def run(lengths: list[tuple[int, int]], *, captured: bool = False) -> tuple[Tens
     [[(20, 1), (0, 1), (33, 1)], [(0, 7)], [(0, 1)], [(5, 4), (20, 1), (0, 18)]],
     ids=["decode", "prompt", "one row", "mixed"],
 )
+@pytest.mark.sample(2)
 def test_two_ranks_attend_to_all_rows(lengths):
     found, expected = run(lengths)
     assert torch.allclose(found, expected, atol=1e-5)

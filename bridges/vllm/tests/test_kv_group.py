@@ -61,6 +61,7 @@ def run(attention: GroupAttention, lengths: list[tuple[int, int]], seed: int, ro
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.sample(3)
 def test_every_layout_of_vllms_gives_the_same_result_without_a_copy(layout):
     tensors = memory_of(layout)
     ours, plain = group(tensors), group(memory_of("NHD"))

@@ -91,6 +91,7 @@ MIXED = [(40, 1), (3, 1), (0, 20), (30, 3)]
 
 @pytest.mark.parametrize(("rope", "joined"), [(16, False), (16, True), (0, False)])
 @pytest.mark.parametrize("lengths", [MIXED, [(40, 1), (7, 1)], [(20, 3), (40, 3)], [(0, 30)]])
+@pytest.mark.sample(5)
 def test_rows_that_the_host_selected_are_attended_to(ours, lengths, rope, joined):
     """A10: with and without rope, prefill and decode in one batch; NaN in every row that is not selected."""
     made, builder, given = layer(ours, rope=rope), builder_of(ours), metadata(lengths)

@@ -94,6 +94,7 @@ def test_planning_claims_only_the_extends_it_can_run(serving, disable_ragged):
 
 @every_combination
 @pytest.mark.parametrize("path", ExtendPath)
+@pytest.mark.sample(31)
 def test_planning_hook_is_right_or_refuses_in_words(serving, disable_ragged, path):
     """A3, A4's ground: whatever the switches and whoever prepared the batch, never an AttributeError."""
     stage = scene(serving, disable_ragged)
@@ -123,6 +124,7 @@ def check_hook(stage: KernelScene, chunks: bool, path: ExtendPath, flag: bool) -
 
 @every_combination
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND])
+@pytest.mark.sample(31)
 def test_planning_of_what_was_not_built_is_refused_in_words(serving, disable_ragged, mode):
     """A1: a draft's worker decodes, and says so when asked for more."""
     stage = scene(serving, disable_ragged, ((30, 1), (9, 1)), mode)
@@ -134,6 +136,7 @@ def test_planning_of_what_was_not_built_is_refused_in_words(serving, disable_rag
 
 
 @every_combination
+@pytest.mark.sample(11)
 def test_planning_by_the_policy_alone_runs_in_every_combination(serving, disable_ragged):
     """C1: thresholds low enough that each path would be taken where the backend can."""
     stage = scene(serving, disable_ragged)

@@ -16,4 +16,4 @@ SUBJECTS = [
 ]
 test_torch_conforms, test_enough_of_torch_is_claimed = conformance_tests(SUBJECTS[0])
 test_fla_conforms, test_enough_of_fla_is_claimed = map(INTERPRETED, conformance_tests(SUBJECTS[1], quick=True))
-test_torch_conforms, test_fla_conforms = map(pytest.mark.sample(60), (test_torch_conforms, test_fla_conforms))
+test_torch_conforms, test_fla_conforms = map(pytest.mark.sample(31), (test_torch_conforms, test_fla_conforms))

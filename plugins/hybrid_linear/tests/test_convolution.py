@@ -17,7 +17,7 @@ from linear_float64 import relative_error
 TOLERANCE = 1e-6
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(
     tokens=st.integers(1, 40),
     channels=st.integers(1, 9),

@@ -68,6 +68,7 @@ def test_latent_rows_are_those_of_the_codec(format: KVFormat, dtype: torch.dtype
 @formats
 @pytest.mark.parametrize("layout", ["token_major", "head_major"])
 @pytest.mark.parametrize("together", [False, True])
+@pytest.mark.sample(7)
 def test_keys_and_values_are_those_of_the_codec(format: KVFormat, layout: Any, together: bool, device: str) -> None:
     from attnplug_kv_formats.triton_rows import RowWriter
 
