@@ -8,8 +8,9 @@ enough layers that none finds its rows in L2. Formats alternate within a run, an
 normally distributed keys, and for keys with large channels (1 in 32, 30 times as large) and large tokens (1 in 64, 8
 times). Scales per layer are calibrated by the largest magnitude, except for ``float8_e4m3fn, scale 1``.
 
-``--sweep`` measures kernel configurations of triton_mha or triton_mla instead. ``--smoke`` runs a tiny case on a CPU
-with torch_native.
+``--sweep`` measures kernel configurations of triton_mha or triton_mla instead, one line each: the time of attention,
+and the error of the first request against float64 over the rows as the format reads them back. ``--smoke`` runs a tiny
+case on a CPU with torch_native.
 """
 
 from __future__ import annotations
@@ -126,6 +127,7 @@ class Side:
         )
         self.pools = KVPools(mha=made) if isinstance(made, MHAPool) else KVPools(mla=made)
         slots = (table.long().unsqueeze(-1) * PAGE + torch.arange(PAGE, device=device)).flatten(1)[:, : case.length]
+        self.slots = slots
         for layer in range(layers):
             begin = 0
             for keys, values in draw(layer):
@@ -167,6 +169,20 @@ class Side:
         layer = self.layers[number % len(self.layers)]
         k, v = (self.k, self.v if self.case.kind == "mha" else None) if save else (None, None)
         return self.backend.forward_decode(self.q, k, v, layer, self.batch, save_kv_cache=save)
+
+    def stored_error(self) -> float:
+        """Return the relative error of the first request's result against float64 over the rows in the cache."""
+        (heads, width, out_width), slots = self.case.widths, self.slots[0]
+        if self.pools.mha is not None:
+            keys, values = self.pools.mha.read(0, slots)
+        else:
+            assert self.pools.mla is not None
+            keys = values = self.pools.mla.read_rows(0, slots)
+        keys, values = keys.double().view(-1, heads, width), values.double().view(-1, heads, width)[..., :out_width]
+        queries = self.q[0].double().view(heads, -1, width)
+        weights = (torch.einsum("hgd,thd->hgt", queries, keys) * self.layers[0].scale).softmax(-1)
+        wanted = torch.einsum("hgt,thd->hgd", weights, values).flatten(0, 1)
+        return float((self.run(0, save=False)[0].double() - wanted).norm() / wanted.norm())
 
     def graph(self, *, save: bool) -> tuple[Callable[[], None], int]:
         """Return the replay of a captured sequence of calls, and their number."""
@@ -293,9 +309,9 @@ def configurations(kind: str) -> Iterator[tuple[str, Any]]:
     from attnplug_triton_mha.configurations import MHAKernelConfig
     from attnplug_triton_mla.configurations import MLAKernelConfig
 
-    mha = ((64, 3, 3, 4, None), (64, 3, 4, 4, 128), (64, 4, 4, 4, 128), (64, 5, 3, 4, 168), (128, 2, 2, 4, None),
-           (128, 3, 2, 4, None), (128, 2, 3, 4, 168), (128, 3, 2, 8, 128), (64, 3, 4, 2, None),
-           (32, 4, 5, 4, 96))  # fmt: skip
+    mha = ((64, 3, 3, 4, None), (64, 3, 4, 4, 128), (64, 4, 4, 4, 128), (64, 4, 3, 4, 168), (128, 2, 2, 4, None),
+           (128, 3, 3, 4, 168), (64, 3, 4, 2, None), (64, 3, 6, 2, 168), (32, 3, 8, 1, None), (32, 4, 8, 1, None),
+           (32, 3, 12, 1, 168))  # fmt: skip
     mla = ((16, 64, 4, 1, 4, None), (16, 64, 3, 2, 4, None), (16, 64, 2, 2, 4, None), (16, 32, 4, 2, 4, None),
            (16, 64, 3, 1, 8, None), (16, 64, 3, 2, 8, 128), (16, 64, 2, 3, 4, 168), (16, 32, 4, 3, 4, 168),
            (32, 64, 3, 1, 8, None), (32, 64, 2, 2, 8, 128))  # fmt: skip
@@ -311,23 +327,26 @@ def configurations(kind: str) -> Iterator[tuple[str, Any]]:
 
 
 def sweep(case: Case, device: torch.device, format: str) -> dict[str, Any]:
-    """Time of attention by kernel configuration."""
+    """Time and error of attention by kernel configuration."""
     layers = min(max(-(-COLD_BYTES // case.nbytes(find_format(format))), 1), MOST_LAYERS)
     draw, makers = partial(drawn, case, device), {}
-    for name, config in configurations(case.kind):
-        options = {"choose": partial(_given, config)}
+    chosen: dict[str, dict[str, Any]] = {"the table's": {}}
+    chosen |= {name: {"choose": partial(_given, config)} for name, config in configurations(case.kind)}
+    for name, options in chosen.items():
         makers[name] = partial(Side, case, find_format(format), device, layers, draw, **options)
     sides = build(makers)
+    failed = {name: side for name, side in sides.items() if not isinstance(side, Side)}
     graphs = {name: side.graph(save=False) for name, side in sides.items() if isinstance(side, Side)}
-    return times_of(graphs) | {name: side for name, side in sides.items() if not isinstance(side, Side)}
+    times = times_of(graphs)
+    return failed | {name: {"attend_us": us, "error": sides[name].stored_error()} for name, us in times.items()}
 
 
 def _given(config: Any, *_: object, **__: object) -> Any:
     return config
 
 
-def cases(kind: str) -> list[Case]:
-    shapes = ((16, 32768), (1, 32768), (64, 4096))
+def cases(kind: str, points: str) -> list[Case]:
+    shapes = [tuple(map(int, point.split("x"))) for point in points.split(",")]
     if kind == "mha":
         return [Case(kind, *shape, heads=32) for shape in shapes]
     return [Case(kind, *shape, heads=heads) for heads in (16, 128) for shape in shapes]
@@ -344,6 +363,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", choices=("mha", "mla"), default="mha")
     parser.add_argument("--formats", nargs="+", default=FORMATS, metavar="NAME")
+    parser.add_argument("--points", default="16x32768,1x32768,64x4096", help="requests x tokens of each")
     parser.add_argument("--out", metavar="FILE", type=Path)
     parser.add_argument("--commit", metavar="TEXT", help="what was measured")
     parser.add_argument("--limit", type=float, default=50, help="seconds after which no further case begins")
@@ -361,7 +381,7 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit("kv_formats_h200 measures kernels of an NVIDIA GPU, and torch sees none here; --smoke needs none")
         device, report = torch.device("cuda", 0), Report(given.out, describe(WHAT, PACKAGES, given.commit))
         rows = []
-        for case in cases(given.kind):
+        for case in cases(given.kind, given.points):
             if report.seconds > given.limit:
                 print(f"{case}: left out, {report.seconds:.0f} s are over", flush=True)
                 continue
@@ -372,6 +392,11 @@ def main(arguments: list[str] | None = None) -> None:
             rows.append({**asdict(case), "formats": found})
             report.put("cases", rows)
             for name, result in found.items():
+                if given.sweep and "error" not in result:
+                    for configuration, measured in result.items():
+                        words = ", ".join(f"{key} {value}" for key, value in rounded(measured).items())
+                        print(f"[{report.seconds:4.0f} s] {case}, {name}, {configuration}: {words}", flush=True)
+                    continue
                 words = ", ".join(f"{key} {value:.4g}" for key, value in result.items() if isinstance(value, float))
                 print(f"[{report.seconds:4.0f} s] {case}, {name}: {words or result}", flush=True)
             gc.collect()
@@ -380,6 +405,10 @@ def main(arguments: list[str] | None = None) -> None:
             case = replace(cases(given.kind)[0], requests=4, length=2048)
             report.put("errors", found := errors(case, device, formats))
             show_errors(found)
+
+
+def rounded(measured: dict[str, Any]) -> dict[str, Any]:
+    return {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in measured.items()}
 
 
 def show_errors(found: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from kv_formats_h200 import main
 
 
 @pytest.mark.parametrize("kind", ["mha", "mla"])
+@pytest.mark.sample(1)
 def test_finer_scales_have_smaller_errors_with_outliers(kind: str, tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     main(["--smoke", "--kind", kind, "--out", str(out)])

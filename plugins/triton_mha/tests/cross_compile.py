@@ -32,6 +32,7 @@ from attnplug_triton_mha.triton_merge import _FEW, _LOADED_SPLITS, _SPLIT_COLUMN
 from attnplug_triton_mha.triton_merge import merge as merge_kernel
 from attnplug_triton_mha.triton_merge import merge_splits as merge_splits_kernel
 from attnplug_triton_mha.triton_plan import _plan
+from attnplug_triton_mha.triton_rows import NVFP4, NVFP4_BITS
 
 GROUP, KV_HEADS = 4, 8
 POINTERS = {
@@ -91,7 +92,7 @@ def attend(
         **{f"{side}_{name}": value for side in "KV" for name, value in strides.items()},
         **{f"{side}S_{name}": value for side in "KV" for name, value in scale_strides.items()},
         **dict.fromkeys(("K_COLUMN", "V_COLUMN", "KS_COLUMN", "VS_COLUMN"), 1),
-        "FORMAT": number,
+        "FORMAT": NVFP4_BITS.value if number == NVFP4.value and sm < 89 else number,
         "INT64": False,
         "PAIRS": pairs,
         "WINDOW": window,

@@ -17,6 +17,7 @@ from attnplug_conformance.case import LAYER
 from attnplug_testing.devices import DEVICES
 from attnplug_testing.kernel_scene import KernelCase, KernelScene, check_stored, mha
 from attnplug_triton_mha.configurations import TABLES, MHAKernelConfig
+from attnplug_triton_mha.triton_rows import NVFP4_BITS, NVFP4_FACTORS
 from interpreted_mha import CODED_TOLERANCE, build, check, on, scene
 
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
@@ -42,7 +43,7 @@ def case(mode: ForwardMode, *lengths: tuple[int, int], **changes: object) -> Ker
 @on_every_device
 @in_every_format
 @pytest.mark.parametrize(("mode", "new", "dim"), [(DECODE, 1, 80), (VERIFY, 3, 64), (EXTEND, 20, 128)])
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 def test_heads_of_every_width(mode, new, dim, format, device):
     """C4; and new rows are read as the cache holds them."""
     check(case(mode, (40, new), (7, new), head_dim=dim, kv_dtype=format), device)
@@ -102,6 +103,18 @@ def test_rows_that_were_never_written_are_zeros(format, device):
     for memory in (part for parts in stage.contents(LAYER) for part in parts):
         memory.view(torch.uint8).zero_()
     assert stage.results()[0].isfinite().all()
+
+
+@on_every_device
+def test_nvfp4_without_fp8_instructions(device):
+    """GPUs before SM 89 convert codes and scales by integer operations, to numbers of another magnitude."""
+    stage = scene(case(DECODE, (40, 1), (7, 1), head_dim=32, kv_dtype=NVFP4), device)
+    cache = stage.backend._caches[LAYER]
+    by = NVFP4_FACTORS[NVFP4_BITS.value] / NVFP4_FACTORS[cache.format]
+    stage.backend._caches[LAYER] = replace(
+        cache, format=NVFP4_BITS.value, key_factor=cache.key_factor * by, value_factor=cache.value_factor * by
+    )
+    assert stage.error() <= CODED_TOLERANCE
 
 
 @on_every_device

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from attnplug import LayerSpec, MHAPool
-from attnplug_triton_mha.configurations import FORMATS, PACKS
+from attnplug_triton_mha.configurations import FORMATS
 from attnplug_triton_mha.planner import SplitKVSchedule, TritonLayerShape
 from attnplug_triton_mha.scratch import SplitPartials
 from attnplug_triton_mha.triton_attention import attend
 from attnplug_triton_mha.triton_merge import launch_merge
-from attnplug_triton_mha.triton_rows import NVFP4_FACTOR
+from attnplug_triton_mha.triton_rows import NVFP4, NVFP4_BITS, NVFP4_FACTORS
 
 _LOG2_E = 1.4426950408889634
 _LARGEST_OFFSET = (1 << 31) - 1
@@ -25,11 +25,13 @@ class KVLayerCache:
     """Keys and values of one layer, ``[pages, page_size, kv_heads, elements]`` of any strides, and their scales.
 
     ``key_scales`` and ``value_scales`` are the scales of rows, of the same dimensions; formats without them have keys
-    and values there. ``key_factor`` and ``value_factor`` apply to the whole layer. ``int64_offsets``: offsets within a
-    page exceed 32 bits. ``pairs``: the bytes of coded rows are contiguous and 16-bit aligned.
+    and values there. ``format`` is the kernel's ``FORMAT``. ``key_factor`` and ``value_factor`` apply to the whole
+    layer. ``int64_offsets``: offsets within a page exceed 32 bits. ``pairs``: the bytes of coded rows are contiguous
+    and 16-bit aligned.
     """
 
     shape: TritonLayerShape
+    format: int
     keys: Tensor
     key_scales: Tensor
     values: Tensor
@@ -44,10 +46,14 @@ class KVLayerCache:
         format = FORMATS.get(pool.dtype, 0)
         key_parts, value_parts = map(_codes, pool.parts(layer.layer_id))
         keys, values = key_parts[0], value_parts[0]
-        factor = NVFP4_FACTOR if PACKS[format] == 4 else 1.0
+        kernel_format = format
+        if format == NVFP4.value and keys.is_cuda and torch.cuda.get_device_capability(keys.device) < (8, 9):
+            kernel_format = NVFP4_BITS.value
+        factor = NVFP4_FACTORS.get(kernel_format, 1.0)
         key_factor, value_factor = (scale * factor for scale in pool.scales(layer.layer_id))
         return cls(
             TritonLayerShape.of(layer, format),
+            kernel_format,
             keys,
             key_parts[-1],
             values,
@@ -158,7 +164,7 @@ def launch_attend(
         VS_SLOT=value_scales.stride(1),
         VS_HEAD=value_scales.stride(2),
         VS_COLUMN=value_scales.stride(3),
-        FORMAT=shape.format,
+        FORMAT=cache.format,
         INT64=cache.int64_offsets,
         PAIRS=cache.pairs,
         WINDOW=shape.window,

@@ -80,10 +80,22 @@ TABLE_FP8: tuple[tuple[int, int, MHAKernelConfig], ...] = (
     *TABLE[4:],
 )
 """Table for fp8 caches: a row has half the bytes, so a step has twice as many rows."""
-# 16 warps per multiprocessor instead of 12: instructions, not bytes, limit rows with scales of their own.
-_MANY_SCALES = replace(_MANY, stages=4, registers=128)
-TABLE_SCALES = TABLE_FP8[0], (16, ANY, _MANY_SCALES), *TABLE_FP8[3:]
-TABLES = TABLE, TABLE_FP8, TABLE_SCALES, TABLE_SCALES
+# Instructions, not bytes, limit rows with scales of their own: fewer warps that multiply more rows have fewer of them.
+_PER_TOKEN = replace(_MANY, warps=2)
+TABLE_PER_TOKEN = (
+    TABLE_FP8[0],
+    (16, 256, replace(_SOME, step=128, stages=2, programs=2, prefetch=1)),
+    (16, ANY, _PER_TOKEN),
+    *TABLE_FP8[3:],
+)
+_NVFP4 = MHAKernelConfig(16, 32, 1, 3, programs=8, prefetch=1)
+TABLE_NVFP4 = (
+    TABLE_FP8[0],
+    (16, 256, MHAKernelConfig(16, 128, 4, 3, programs=3, prefetch=1, registers=168)),
+    (16, ANY, _NVFP4),
+    *TABLE_FP8[3:],
+)
+TABLES = TABLE, TABLE_FP8, TABLE_PER_TOKEN, TABLE_NVFP4
 """Tables by the number of the cache's format."""
 ENTRIES = tuple(entry for table in TABLES for *_, entry in table)
 _NARROW = 64

@@ -40,7 +40,8 @@ from attnplug_triton_mha.triton_rows import (
     decode,
     join_columns,
     load,
-    load_scales,
+    load_group_scales,
+    load_row_scales,
     log2_near,
     prefetch,
     rows_at,
@@ -176,8 +177,20 @@ def _attend_rows(
 
 
 @triton.jit
+def _row_scales(
+    key_scales, value_scales, page, token, first, STEP: tl.constexpr, PAGE_SIZE: tl.constexpr, KS_PAGE: tl.constexpr,
+    KS_SLOT: tl.constexpr, VS_PAGE: tl.constexpr, VS_SLOT: tl.constexpr, INT64: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Load the scales of a step's keys and values, for rows with one each."""
+    return (
+        load_row_scales(key_scales, page, token, first, STEP, PAGE_SIZE, KS_PAGE, KS_SLOT, INT64, FORMAT),
+        load_row_scales(value_scales, page, token, first, STEP, PAGE_SIZE, VS_PAGE, VS_SLOT, INT64, FORMAT),
+    )
+
+
+@triton.jit
 def _attend_step(
-    top, total, sums, page, first, end, queries, seen, own, keys, key_scales, values, value_scales,
+    top, total, sums, page, scales, first, end, queries, seen, own, keys, key_scales, values, value_scales,
     table, table_column, scale, cap,
     DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr,
     K_PAGE: tl.constexpr, K_SLOT: tl.constexpr, K_COLUMN: tl.constexpr, V_PAGE: tl.constexpr, V_SLOT: tl.constexpr,
@@ -186,31 +199,43 @@ def _attend_step(
     TILE: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
     FORMAT: tl.constexpr, PACK: tl.constexpr, prefix, bits, TREE: tl.constexpr, INVARIANT_SUM: tl.constexpr,
 ):  # fmt: skip
-    """Load a step's rows and attend to them. Takes the ``page`` of the step and returns that of the next step."""
+    """Load a step's rows and attend to them.
+
+    Takes the ``page`` of the step and the ``scales`` of its keys and values, if rows have one each. Returns those of
+    the next step: the compiler can prefetch rows only if their addresses are known. Scales that are not loaded a step
+    ahead would be copied to shared memory, one by one.
+    """
     column, v_column = columns(WIDTH, PACK, INT64), columns(V_WIDTH, PACK, INT64)
     token = first + tl.arange(0, STEP)
     there = token < end
     keys_at = rows_at(keys, page, token, first, STEP, PAGE_SIZE, K_PAGE, K_SLOT, INT64)
     values_at = rows_at(values, page, token, first, STEP, PAGE_SIZE, V_PAGE, V_SLOT, INT64)
-    key_scales_at = rows_at(key_scales, page, token, first, STEP, PAGE_SIZE, KS_PAGE, KS_SLOT, INT64)
-    value_scales_at = rows_at(value_scales, page, token, first, STEP, PAGE_SIZE, VS_PAGE, VS_SLOT, INT64)
-    # The next step's pages, one step ahead: the compiler can prefetch rows only if their addresses are known.
+    k_scales, v_scales = scales
+    if FORMAT >= NVFP4:
+        key_scales_at = rows_at(key_scales, page, token, first, STEP, PAGE_SIZE, KS_PAGE, KS_SLOT, INT64)
+        value_scales_at = rows_at(value_scales, page, token, first, STEP, PAGE_SIZE, VS_PAGE, VS_SLOT, INT64)
+        k_scales = load_group_scales(key_scales_at, there, KS_COLUMN, DIM, WIDTH)
+        v_scales = load_group_scales(value_scales_at, there, VS_COLUMN, V_DIM, V_WIDTH)
     ahead = first + STEP if PAGE_SIZE % STEP == 0 else token + STEP
     page = tl.load(table + ahead // PAGE_SIZE * table_column, mask=ahead < end, other=0)
+    scales = _row_scales(
+        key_scales, value_scales, page, token + STEP, first + STEP, STEP, PAGE_SIZE, KS_PAGE, KS_SLOT, VS_PAGE,
+        VS_SLOT, INT64, FORMAT,
+    )  # fmt: skip
     key_rows = load(keys_at, column, there, K_COLUMN, DIM, PACK, PAIRS, MASKED, True)
     value_rows = load(values_at, v_column, there, V_COLUMN, V_DIM, PACK, PAIRS, MASKED, True)
-    k_scales = load_scales(key_scales_at, there, KS_COLUMN, DIM, WIDTH, FORMAT)
-    v_scales = load_scales(value_scales_at, there, VS_COLUMN, V_DIM, V_WIDTH, FORMAT)
+    if FORMAT == FP8_ROWS and MASKED:
+        v_scales = tl.where(there, v_scales, 1.0)
     top, total, sums = _attend_rows(
         top, total, sums, queries, key_rows, k_scales, value_rows, v_scales, token, seen, own, scale, cap,
         WINDOW, CAPPED, MASKED, TILE, FORMAT, PACK, prefix, bits, TREE, INVARIANT_SUM,
     )  # fmt: skip
-    return top, total, sums, page
+    return top, total, sums, page, scales
 
 
 @triton.jit
 def _attend_steps(
-    top, total, sums, page, start, stop, end, queries, seen, own, keys, key_scales, values, value_scales,
+    top, total, sums, page, scales, start, stop, end, queries, seen, own, keys, key_scales, values, value_scales,
     table, table_column, scale, cap,
     DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr,
     K_PAGE: tl.constexpr, K_SLOT: tl.constexpr, K_COLUMN: tl.constexpr, V_PAGE: tl.constexpr, V_SLOT: tl.constexpr,
@@ -221,18 +246,18 @@ def _attend_steps(
 ):  # fmt: skip
     # The few steps that reach a tree's rows are not pipelined: values in registers would take more shared memory.
     for first in tl.range(start, stop, STEP, num_stages=1 if TREE and MASKED else None):
-        top, total, sums, page = _attend_step(
-            top, total, sums, page, first, end, queries, seen, own, keys, key_scales, values, value_scales,
+        top, total, sums, page, scales = _attend_step(
+            top, total, sums, page, scales, first, end, queries, seen, own, keys, key_scales, values, value_scales,
             table, table_column, scale, cap, DIM, V_DIM, WIDTH, V_WIDTH, PAGE_SIZE, K_PAGE, K_SLOT, K_COLUMN,
             V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT, VS_COLUMN, INT64, PAIRS,
             TILE, STEP, WINDOW, CAPPED, MASKED, FORMAT, PACK, prefix, bits, TREE, False,
         )  # fmt: skip
-    return top, total, sums, page
+    return top, total, sums, page, scales
 
 
 @triton.jit
 def _attend_range(
-    top, total, sums, page, start, stop, end, queries, seen, own, keys, key_scales, values, value_scales,
+    top, total, sums, page, scales, start, stop, end, queries, seen, own, keys, key_scales, values, value_scales,
     table, table_column, scale, cap, tile,
     DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr,
     K_PAGE: tl.constexpr, K_SLOT: tl.constexpr, K_COLUMN: tl.constexpr, V_PAGE: tl.constexpr, V_SLOT: tl.constexpr,
@@ -247,14 +272,14 @@ def _attend_range(
         # Every row of the tile sees all cache rows before ``clear``.
         clear = tl.minimum(prefix + (0 if TREE else tile * TILE // GROUP + 1), stop)
         middle = start + tl.maximum(clear - start, 0) // STEP * STEP
-        top, total, sums, page = _attend_steps(
-            top, total, sums, page, start, middle, end, queries, seen, own, keys, key_scales, values,
+        top, total, sums, page, scales = _attend_steps(
+            top, total, sums, page, scales, start, middle, end, queries, seen, own, keys, key_scales, values,
             value_scales, table, table_column, scale, cap, DIM, V_DIM, WIDTH, V_WIDTH, PAGE_SIZE, K_PAGE, K_SLOT,
             K_COLUMN, V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT, VS_COLUMN,
             INT64, PAIRS, TILE, STEP, WINDOW, CAPPED, False, FORMAT, PACK, prefix, bits, TREE,
         )  # fmt: skip
     return _attend_steps(
-        top, total, sums, page, middle, stop, end, queries, seen, own, keys, key_scales, values, value_scales,
+        top, total, sums, page, scales, middle, stop, end, queries, seen, own, keys, key_scales, values, value_scales,
         table, table_column, scale, cap, DIM, V_DIM, WIDTH, V_WIDTH, PAGE_SIZE, K_PAGE, K_SLOT, K_COLUMN,
         V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT, VS_COLUMN,
         INT64, PAIRS, TILE, STEP, WINDOW, CAPPED, True, FORMAT, PACK, prefix, bits, TREE,
@@ -314,10 +339,10 @@ def attend(
     if OVERLAP:
         gdc_launch_dependents()  # the next kernel may start; it waits for this grid before it reads the output
     # Bits per column and bytes of scales.
-    BITS: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth if FORMAT != NVFP4 else 4
-    K_SCALES: tl.constexpr = DIM // 16 if FORMAT == NVFP4 else (4 if FORMAT == FP8_ROWS else 0)
-    V_SCALES: tl.constexpr = V_DIM // 16 if FORMAT == NVFP4 else K_SCALES
-    PACK: tl.constexpr = 4 if FORMAT == NVFP4 else (2 if FORMAT > 0 else 1)
+    BITS: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth if FORMAT < NVFP4 else 4
+    K_SCALES: tl.constexpr = DIM // 16 if FORMAT >= NVFP4 else (4 if FORMAT == FP8_ROWS else 0)
+    V_SCALES: tl.constexpr = V_DIM // 16 if FORMAT >= NVFP4 else K_SCALES
+    PACK: tl.constexpr = 4 if FORMAT >= NVFP4 else (2 if FORMAT > 0 else 1)
     kv_head, me = tl.program_id(0), tl.program_id(1)
     record = records + me * RECORD
     request, new, begin, prefix = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
@@ -369,6 +394,10 @@ def attend(
         bits = own
         if TREE:
             bits = tl.load(tree + request.to(tl.int64) * tree_row + query * tree_column, mask=live, other=0)
+        scales = _row_scales(
+            key_scales, value_scales, page, token, start, STEP, PAGE_SIZE, KS_PAGE, KS_SLOT, VS_PAGE, VS_SLOT, INT64,
+            FORMAT,
+        )  # fmt: skip
         first_place = kv_head.to(tl.int64) * (partial_rows // TILE_ROWS) + place
         totals = partial_weights + partial_rows.to(tl.int64) * tl.num_programs(0)
         if SPLIT > 0:
@@ -385,11 +414,11 @@ def attend(
             split_total = tl.zeros([TILE, 16], tl.float32)
             # One pipelined loop over the steps of all splits: the next split's rows are in flight when a split ends.
             for first in tl.range(start, end, STEP, num_stages=1 if TREE else None):
-                split_top, split_total, sums, page = _attend_step(
-                    split_top, split_total, sums, page, first, end, queries, seen, own, keys, key_scales, values,
-                    value_scales, table, table_column, by, cap, DIM, V_DIM, WIDTH, V_WIDTH, PAGE_SIZE, K_PAGE, K_SLOT,
-                    K_COLUMN, V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT, VS_COLUMN, INT64,
-                    PAIRS, TILE, STEP, WINDOW, CAPPED, True, FORMAT, PACK, prefix, bits, TREE, True,
+                split_top, split_total, sums, page, scales = _attend_step(
+                    split_top, split_total, sums, page, scales, first, end, queries, seen, own, keys, key_scales,
+                    values, value_scales, table, table_column, by, cap, DIM, V_DIM, WIDTH, V_WIDTH, PAGE_SIZE, K_PAGE,
+                    K_SLOT, K_COLUMN, V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT,
+                    VS_COLUMN, INT64, PAIRS, TILE, STEP, WINDOW, CAPPED, True, FORMAT, PACK, prefix, bits, TREE, True,
                 )  # fmt: skip
                 if first + STEP >= tl.minimum(split_end, end):
                     # All columns of the total are equal.
@@ -414,13 +443,17 @@ def attend(
             there = token < end
             keys_at = rows_at(keys, page, token, start, STEP, PAGE_SIZE, K_PAGE, K_SLOT, INT64)
             values_at = rows_at(values, page, token, start, STEP, PAGE_SIZE, V_PAGE, V_SLOT, INT64)
-            key_scales_at = rows_at(key_scales, page, token, start, STEP, PAGE_SIZE, KS_PAGE, KS_SLOT, INT64)
-            value_scales_at = rows_at(value_scales, page, token, start, STEP, PAGE_SIZE, VS_PAGE, VS_SLOT, INT64)
             k_column, few_v_column = columns(WIDTH, PACK, INT64), columns(V_WIDTH, PACK, INT64)
             key_rows = load(keys_at, k_column, there, K_COLUMN, DIM, PACK, PAIRS, True, False)
             value_rows = load(values_at, few_v_column, there, V_COLUMN, V_DIM, PACK, PAIRS, True, False)
-            k_scales = load_scales(key_scales_at, there, KS_COLUMN, DIM, WIDTH, FORMAT)
-            v_scales = load_scales(value_scales_at, there, VS_COLUMN, V_DIM, V_WIDTH, FORMAT)
+            k_scales, v_scales = scales
+            if FORMAT == FP8_ROWS:
+                v_scales = tl.where(there, v_scales, 1.0)
+            if FORMAT >= NVFP4:
+                key_scales_at = rows_at(key_scales, page, token, start, STEP, PAGE_SIZE, KS_PAGE, KS_SLOT, INT64)
+                value_scales_at = rows_at(value_scales, page, token, start, STEP, PAGE_SIZE, VS_PAGE, VS_SLOT, INT64)
+                k_scales = load_group_scales(key_scales_at, there, KS_COLUMN, DIM, WIDTH)
+                v_scales = load_group_scales(value_scales_at, there, VS_COLUMN, V_DIM, V_WIDTH)
             queries, by = _queries(q_rows, asked, scale, PACK)
             keys_there = there[:, None] & (k_column < DIM // PACK)[None, :]
             values_there = there[:, None] & (few_v_column < V_DIM // PACK)[None, :]
@@ -431,11 +464,11 @@ def attend(
             )  # fmt: skip
         else:
             queries, by = _queries(q_rows, asked, scale, PACK)
-            top, total, sums, page = _attend_range(
-                top, total, sums, page, start, end, end, queries, seen, own, keys, key_scales, values, value_scales,
-                table, table_column, by, cap, tile, DIM, V_DIM, WIDTH, V_WIDTH, PAGE_SIZE, K_PAGE, K_SLOT, K_COLUMN,
-                V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT, VS_COLUMN, INT64, PAIRS,
-                TILE, STEP, GROUP, WINDOW, CAPPED, FORMAT, PACK, prefix, bits, TREE, TILE > _SMALL_TILE or TREE,
+            top, total, sums, page, scales = _attend_range(
+                top, total, sums, page, scales, start, end, end, queries, seen, own, keys, key_scales, values,
+                value_scales, table, table_column, by, cap, tile, DIM, V_DIM, WIDTH, V_WIDTH, PAGE_SIZE, K_PAGE, K_SLOT,
+                K_COLUMN, V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT, VS_COLUMN, INT64,
+                PAIRS, TILE, STEP, GROUP, WINDOW, CAPPED, FORMAT, PACK, prefix, bits, TREE, TILE > _SMALL_TILE or TREE,
             )  # fmt: skip
         if SPLIT == 0:
             whole_rows = join_columns(sums, PACK)

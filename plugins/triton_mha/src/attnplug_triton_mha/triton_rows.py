@@ -11,9 +11,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-NVFP4_FACTOR = 256.0
-"""Factor by which nvfp4 rows exceed what ``decode`` returns, so that fp16 holds all of their values exactly."""
 FP8_ROWS, NVFP4 = tl.constexpr(2), tl.constexpr(3)
+NVFP4_BITS = tl.constexpr(4)
+"""nvfp4 on GPUs without instructions that convert fp8 (before SM 89)."""
+NVFP4_FACTORS = {NVFP4.value: 64.0, NVFP4_BITS.value: 256.0}
+"""Factor by which nvfp4 rows exceed what ``decode`` returns, so that fp16 holds all of their values exactly."""
 _GROUP = tl.constexpr(16)
 """Columns per scale of nvfp4."""
 SMALLEST_SCALE = tl.constexpr(1e-30)
@@ -80,19 +82,29 @@ def load(at, column, there, COLUMN_STRIDE: tl.constexpr, DIM: tl.constexpr, PACK
 
 
 @triton.jit
-def load_scales(at, there, COLUMN_STRIDE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, FORMAT: tl.constexpr):
-    """Load the scales of rows from their addresses: one float32 per row, or nvfp4's groups as e4m3 codes.
+def load_row_scales(
+    cache, page, token, first, STEP: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr, INT64: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Load one float32 scale per row of a step. Missing rows have any number; other formats return 0, not used.
 
-    Missing rows have 1, or 0 for nvfp4. Formats without scales return ``there``, which is not used.
+    Without a mask, the compiler may load adjacent scales together. The page number of a step without rows is 0,
+    so its addresses are valid.
     """
     if FORMAT == FP8_ROWS:
-        scales = tl.load(at, mask=there, other=1.0)
-    elif FORMAT == NVFP4:
-        group = tl.arange(0, WIDTH // _GROUP)
-        scales = _load(at[:, None] + group[None, :] * COLUMN_STRIDE, group, there, DIM // _GROUP, True, True)
+        if PAGE_SIZE % STEP == 0:
+            first = tl.multiple_of(first % PAGE_SIZE, STEP)
+        scales = tl.load(rows_at(cache, page, token, first, STEP, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE, INT64))
     else:
-        scales = there
+        scales = 0
     return scales
+
+
+@triton.jit
+def load_group_scales(at, there, COLUMN_STRIDE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Load nvfp4's scales from the addresses of rows, as e4m3 codes. Missing rows have 0."""
+    group = tl.arange(0, WIDTH // _GROUP)
+    return _load(at[:, None] + group[None, :] * COLUMN_STRIDE, group, there, DIM // _GROUP, True, True)
 
 
 @triton.jit
@@ -130,7 +142,33 @@ def fp16_of_pairs(pairs):
 
 @triton.jit
 def fp16_of_e2m1(codes, scales):
-    """Convert the four e2m1 codes of every 16 bits to fp16, and multiply them by ``scales``, fp16 of the same shape."""
+    """Convert the four e2m1 codes of every 16 bits to fp16, times 2 ** -6 and ``scales``, fp16 of the same shape."""
+    # The bits of a code, moved to the middle of an e4m3 code, are a number 2 ** 6 times smaller, subnormals included.
+    if _INTERPRETED:
+        factors = scales.to(tl.float32) * 256.0
+        return (
+            (_fp16_of_code(codes << 9, codes << 12) * factors).to(tl.float16),
+            (_fp16_of_code(codes << 5, codes << 8) * factors).to(tl.float16),
+            (_fp16_of_code(codes << 1, codes << 4) * factors).to(tl.float16),
+            (_fp16_of_code(codes >> 3, codes) * factors).to(tl.float16),
+        )
+    # Two elements per register: first their bytes are sorted, so that codes of the same place are adjacent.
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 w, t, lower, upper; .reg .b16 a, b, c, d;"
+        "prmt.b32 w, $4, 0, 0x3120;"
+        "shl.b32 t, w, 2; and.b32 t, t, 0x1C1C1C1C; shl.b32 lower, w, 4; lop3.b32 lower, lower, 0x80808080, t, 0xEA;"
+        "shr.b32 t, w, 2; and.b32 t, t, 0x1C1C1C1C; lop3.b32 upper, w, 0x80808080, t, 0xEA;"
+        "mov.b32 {a, b}, lower; mov.b32 {c, d}, upper;"
+        "cvt.rn.f16x2.e4m3x2 t, a; mul.rn.f16x2 $0, t, $5; cvt.rn.f16x2.e4m3x2 t, c; mul.rn.f16x2 $1, t, $5;"
+        "cvt.rn.f16x2.e4m3x2 t, b; mul.rn.f16x2 $2, t, $5; cvt.rn.f16x2.e4m3x2 t, d; mul.rn.f16x2 $3, t, $5; }",
+        "=&r,=&r,=&r,=r,r,r", [codes, scales], dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _fp16_of_e2m1_by_bits(codes, scales):
+    """Convert the four e2m1 codes of every 16 bits to fp16, times 2 ** -14 and ``scales``, by integer operations."""
     # The bits of a code are those of an fp16 number 2 ** 14 times smaller, subnormal ones included.
     if _INTERPRETED:
         return (
@@ -161,16 +199,28 @@ def _fp16_of_code(magnitude, sign):
 
 
 @triton.jit
-def _group_scales(codes, COLUMNS: tl.constexpr):
-    """Return nvfp4's scales times 2 ** 6 in fp16, for each of ``COLUMNS`` 16-bit elements of a row."""
-    scales = _fp16_of_e4m3(codes)
+def _group_scales(codes, COLUMNS: tl.constexpr, FORMAT: tl.constexpr):
+    """Return nvfp4's scales in fp16, times 2 ** 6 for ``NVFP4_BITS``, for each of ``COLUMNS`` elements of a row."""
+    scales = _fp16_of_e4m3_by_bits(codes) if FORMAT == NVFP4_BITS else _fp16_of_e4m3(codes)
     scales = tl.broadcast_to(scales[:, :, None], [scales.shape[0], scales.shape[1], COLUMNS // scales.shape[1]])
     return tl.reshape(scales, [scales.shape[0], COLUMNS])
 
 
 @triton.jit
 def _fp16_of_e4m3(codes):
-    """Convert positive e4m3 codes to fp16, times 2 ** 6, on GPUs without an instruction for it too."""
+    if _INTERPRETED:
+        numbers = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        return tl.where(codes == 0x7F, float("nan"), numbers)  # the interpreter knows no NaN in fp8
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 lower, upper; mov.b32 {lower, upper}, $2;"
+        "cvt.rn.f16x2.e4m3x2 $0, lower; cvt.rn.f16x2.e4m3x2 $1, upper; }",
+        "=&r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _fp16_of_e4m3_by_bits(codes):
+    """Convert positive e4m3 codes to fp16, times 2 ** 6."""
     # The bits of a code are those of an fp16 number 2 ** 8 times smaller, subnormal ones included, but for NaN, 0x7F.
     if _INTERPRETED:
         numbers = (codes.to(tl.uint16) << 7).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
@@ -189,10 +239,12 @@ def _fp16_of_e4m3(codes):
 def decode(rows, scales, FORMAT: tl.constexpr):
     """Return rows as tensors for products: fp16 of every second or fourth column, or the rows themselves.
 
-    The scales of nvfp4 are applied; ``NVFP4_FACTOR`` is not. Scales of whole rows are applied to logits and weights.
+    The scales of nvfp4 are applied; ``NVFP4_FACTORS`` are not. Scales of whole rows are applied to logits and weights.
     """
     if FORMAT == NVFP4:
-        tensors = fp16_of_e2m1(rows, _group_scales(scales, rows.shape[1]))
+        tensors = fp16_of_e2m1(rows, _group_scales(scales, rows.shape[1], FORMAT))
+    elif FORMAT == NVFP4_BITS:
+        tensors = _fp16_of_e2m1_by_bits(rows, _group_scales(scales, rows.shape[1], FORMAT))
     elif FORMAT > 0:
         tensors = fp16_of_pairs(rows)
     else:
