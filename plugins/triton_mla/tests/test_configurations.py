@@ -158,3 +158,11 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
     for sm, kernel, taken in compiled:
         assert taken <= SHARED[sm], (sm, kernel)
         assert taken > 0 or kernel in around
+
+
+def test_only_the_triton_kernel_merges_by_its_last_program():
+    """The others would leave splits that nobody merges."""
+    low = next(entry for entry in ENTRIES if entry.kernel == "low")
+    with pytest.raises(ValueError, match="merge='last' requires 'triton'"):
+        replace(low, merge="last")
+    assert on_triton(low).merge == "kernel" and replace(on_triton(low), merge="last")

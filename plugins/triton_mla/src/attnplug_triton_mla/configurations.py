@@ -39,8 +39,8 @@ class MLAKernelConfig:
     part_cost: float = 0.0
     """Cost of merging another split, in steps. If it is above 0, long requests have fewer splits."""
     merge: Merge = "kernel"
-    """Merge of a tile's KV splits: by the program that finishes ``last``, or by a separate ``kernel``, which requires
-    the same number of rows in every request."""
+    """Merge of a tile's KV splits: by the program that finishes ``last`` (Triton kernel only), or by a separate
+    ``kernel``, which requires the same number of rows in every request."""
     merge_parts: int = 64
     """Splits per load of the merge kernel."""
     merge_columns: int = 64
@@ -55,6 +55,10 @@ class MLAKernelConfig:
     grows: bool = False
     """Splits get longer with their position."""
 
+    def __post_init__(self) -> None:
+        if self.merge == "last" and self.kernel != "triton":
+            raise ValueError(f"kernel {self.kernel!r} leaves splits to a merge kernel; merge='last' requires 'triton'")
+
 
 ANY = 1 << 30  # no limit
 
@@ -65,7 +69,7 @@ configuration. The first match applies."""
 # Chosen from benchmarks/results/triton_mla_cuts_h200.json. Few short requests with many rows use tiles of 16: more
 # programs share the work, and each reads less before it starts.
 _LOW = MLAKernelConfig(16, 32, 4, 3, "low", merge_parts=16, merge_columns=512, overlap=True)
-_LOW_SOME = replace(_LOW, merge_parts=32, merge_columns=64, merge_warps=1)
+_LOW_SOME = replace(_LOW, merge_parts=16, merge_columns=256, merge_warps=2)
 _LOW_FEW = replace(_LOW, merge_parts=128, merge_columns=32, merge_warps=2)
 _LOW_MANY = MLAKernelConfig(16, 64, 4, 3, merge_parts=16, merge_columns=512, overlap=True)
 _WIDE = MLAKernelConfig(64, 64, 8, 2, "wide", merge_parts=16, merge_columns=512, overlap=True)
