@@ -23,17 +23,17 @@ def _streamed_gemm(
 ):  # fmt: skip
     """``BLOCK_N`` columns of the result, as in ``skinny_gemm``. Rows of the gate and of ``up`` alternate in one
     tile."""
-    TENSOR_CORE_CONFIGS: tl.constexpr = 2 if GATED else 1
+    PARTS: tl.constexpr = 2 if GATED else 1
     if EARLY:
         gdc_launch_dependents()
     first = tl.program_id(0) * BLOCK_N
-    line = tl.arange(0, TENSOR_CORE_CONFIGS * BLOCK_N)
-    place = first + line // TENSOR_CORE_CONFIGS
-    lines = weight + (place + line % TENSOR_CORE_CONFIGS * columns).to(tl.int64)[:, None] * K
+    line = tl.arange(0, PARTS * BLOCK_N)
+    place = first + line // PARTS
+    lines = weight + (place + line % PARTS * columns).to(tl.int64)[:, None] * K
     exists = (place < columns)[:, None]
     row = tl.arange(0, ROWS)
     inputs = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * x_stride  # rows behind the last repeat it
-    total = tl.zeros([TENSOR_CORE_CONFIGS * BLOCK_N, ROWS], tl.float32)
+    total = tl.zeros([PARTS * BLOCK_N, ROWS], tl.float32)
     if EARLY:
         gdc_wait()
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
