@@ -11,6 +11,7 @@ import decode_models
 import quantized_products_h200
 from quantized_h200 import limit_us, main
 
+from attnplug_engine.kernels.gemm_tiles import choose_few_codes
 from attnplug_engine.kernels.quantized_configs import CONFIGS
 
 
@@ -19,9 +20,6 @@ def test_every_part_runs(tmp_path: Path) -> None:
     main(["--smoke", "--models", "llama", "--out", str(out)])
     found = json.loads(out.read_text())
     assert found["llama"]["1 × 512"]["speedup"].keys() == {"bfloat16"}, found["llama"]
-    assert all(
-        entry["error"] < 1e-6 for name in ("fp8", "int4", "mxfp4") for entry in found[f"products, {name}"].values()
-    )
 
 
 def test_fp8_halves_the_limit_of_weights() -> None:
@@ -37,7 +35,10 @@ def test_products_of_every_format_run(tmp_path: Path) -> None:
 
 
 def test_the_sweep_has_the_configurations_that_are_used() -> None:
-    """For 16 rows: those of a measured default would otherwise not be compared with it."""
+    """For 1 and 16 rows: those of a measured default would otherwise not be compared with it."""
+    for shape, (outputs, width) in quantized_products_h200.SHAPES.items():
+        parts = 2 if shape in quantized_products_h200.GATED else 1
+        assert choose_few_codes(outputs // parts, width, parts) in quantized_products_h200.FEW_ROWS[shape], shape
     for form, named in (("fp8", "scaled"), ("int4", "int4"), ("mxfp4", "mxfp4")):
         used = {config for most, _, config in CONFIGS[named] if most == 16}
         assert used and used <= set(quantized_products_h200.CANDIDATES[form][16])

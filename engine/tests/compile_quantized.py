@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from attnplug_engine.kernels.gemm_tiles import choose_few_codes
 from attnplug_engine.kernels.quantized_configs import (
     CONFIGS,
     EXPERTS,
@@ -13,6 +14,8 @@ from attnplug_engine.kernels.quantized_configs import (
 from attnplug_engine.kernels.quantized_experts import _grouped_product
 from attnplug_engine.kernels.quantized_gemm import _quantized_gemm
 from attnplug_engine.kernels.scaled_rows import _scale_rows
+from attnplug_engine.kernels.skinny_fp8_gemm import _skinny_fp8_gemm
+from attnplug_engine.kernels.tiled_fp8_gemm import CONFIG, _tiled_fp8_gemm
 from attnplug_testing import ahead
 
 HALF = dict.fromkeys(("out", "bias", "onto"), "*bf16")
@@ -56,8 +59,8 @@ def product(sm: int, form: str, config: QuantizedConfig, *, gated: bool = False)
     made |= {
         "ROWS": config.rows, "BLOCK_N": columns, "LINES": 8, "BAND": 8, "BIAS": False, "ONTO": not gated,
     }  # fmt: skip
-    strides = ("x_stride", "out_stride", "onto_stride")
-    return ahead.compiled(_quantized_gemm, sm, kinds(form), made, options(sm, config.warps), strides)
+    strides, types = ("x_stride", "out_stride", "onto_stride"), kinds(form)
+    return ahead.compiled(_quantized_gemm, sm, types, made, options(sm, config.warps), strides)
 
 
 def grouped(sm: int, form: str, config: QuantizedConfig) -> Any:
@@ -72,38 +75,70 @@ def grouped(sm: int, form: str, config: QuantizedConfig) -> Any:
     return ahead.compiled(_grouped_product, sm, types, made, options(sm, config.warps), ("x_stride",))
 
 
+def few(sm: int, rows: int, width: int, *, gated: bool) -> Any:
+    config = choose_few_codes(2048, width, 2 if gated else 1)
+    made = {
+        "K": width, "GROUP": 128, "ROWS_PER_SCALE": 128, "SCALE_ROWS": 1, "ROWS": rows, "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k, "BFLOAT16": True, "CONVERT": sm >= 89, "GATED": gated, "NORM": gated, "BIAS": False,
+        "ONTO": not gated, "EARLY": sm >= 90,
+    }  # fmt: skip
+    types = HALF | {"x": "*i32", "gain": "*i32", "codes": "*i32", "scales": "*fp32", "eps": "fp32"}
+    strides = ("x_stride", "out_stride", "onto_stride")
+    return ahead.compiled(_skinny_fp8_gemm, sm, types, made, options(sm, config.warps), strides)
+
+
+def tiled(sm: int, config: QuantizedConfig, width: int, *, norm: bool) -> Any:
+    made = {
+        "K": width, "GROUP": 128, "ROWS_PER_SCALE": 128, "ROWS": config.rows, "BLOCK_N": config.columns,
+        "PART": 8 * config.units, "WARPS": config.warps, "NATIVE": True, "NORM": norm,
+        "BIAS": False, "ONTO": True, "EARLY": sm >= 90,
+    }  # fmt: skip
+    types = HALF | {"x": "*i64", "codes": "*i32", "scales": "*fp32", "gain": "*bf16", "eps": "fp32"}
+    strides = ("x_stride", "out_stride", "onto_stride")
+    return ahead.compiled(_tiled_fp8_gemm, sm, types, made, options(sm, config.warps), strides)
+
+
+def named(config: QuantizedConfig) -> str:
+    return "scaled" if config.columns >= 64 else "narrow"
+
+
 def every_kernel(sm: int) -> Iterator[tuple[str, Any]]:
     """Every one for SM 90, those that depend on the GPU for others. Tiles of 64 rows of the matrix or more go to
     Hopper's own tensor-core instruction."""
     if sm >= 89:
         yield "scaled", product(sm, "scaled", CONFIGS["scaled"][-1][-1])
     if sm in (80, 90):
+        yield "few rows", few(sm, 2, 2048, gated=True)
         yield "fp8", product(sm, "fp8", CONFIGS["fp8"][0][-1])
         yield "mxfp4", product(sm, "mxfp4", CONFIGS["mxfp4"][1][-1])
+        yield "tiled", tiled(sm, CONFIG, 2048, norm=True)
     if sm != 90:
         return
+    for rows, width, gated in ((1, 2048, True), (1, 2048, False), (1, 8192, False), (2, 8192, False), (1, 7168, True)):
+        yield "few rows", few(sm, rows, width, gated=gated)
+    yield "tiled", tiled(sm, CONFIG, 7168, norm=False)
     for *_, config in CONFIGS["scaled"][:-1]:
-        yield "scaled" if config.columns >= 64 else "narrow", product(sm, "scaled", config)
-    for *_, config in CONFIGS["scaled"][-2:]:
-        yield "scaled", product(sm, "scaled", config, gated=True)
+        yield named(config), product(sm, "scaled", config)
+    for *_, config in (*CONFIGS["scaled"][:2], *CONFIGS["scaled"][-2:]):
+        yield named(config), product(sm, "scaled", config, gated=True)
     for form in ("int4", "mxfp4"):
         yield form, product(sm, form, CONFIGS[form][0][-1], gated=True)
         yield form, product(sm, form, CONFIGS[form][-1][-1])
     for form in FORMATS:
         for *_, config in EXPERTS[form]:
-            yield f"experts, {form}", grouped(sm, form, config)
+            yield f"experts, {named(config) if form == 'scaled' else form}", grouped(sm, form, config)
     types = {"x": "*bf16", "gain": "*bf16", "codes": "*fp8e4nv", "scales": "*fp32", "eps": "fp32"}
     for norm, groups, warps in ((False, 8, 2), (True, 64, 16)):
         made = {"K": 7168, "GROUP": 128, "GROUPS": groups, "NORM": norm, "EARLY": True}
         yield "rows", ahead.compiled(_scale_rows, sm, types, made, options(sm, warps), ("x_stride",))
 
 
-STORES = re.compile(r"st\.shared")
+STORES, LOADS = re.compile(r"st\.shared"), re.compile(r"ld\.global\S*\.v4")
 
 
 def facts() -> Iterator[dict[str, object]]:
     """SM, kernel, bytes of shared memory, spilled bytes; True if tensor cores take fp8; stores to shared memory in its
-    loop."""
+    loop; loads of 16 bytes before it waits for its input."""
     for sm in (80, 89, 90, 100, 120):
         for name, made in every_kernel(sm):
             text = made.asm["ptx"]
@@ -111,6 +146,7 @@ def facts() -> Iterator[dict[str, object]]:
             yield {
                 "sm": sm, "kernel": name, "shared": int(made.metadata.shared), "spilled": ahead.resources(made)[1],
                 "fp8": "e4m3.e4m3" in text or "kind::f8f6f4" in text, "stores": len(STORES.findall(loop)),
+                "loaded_early": len(LOADS.findall(text.partition("griddepcontrol.wait")[0])) if sm >= 90 else 0,
             }  # fmt: skip
 
 

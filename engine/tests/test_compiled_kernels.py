@@ -86,17 +86,24 @@ def test_experts(facts: Facts) -> None:
 
 def test_quantized(facts: Facts) -> None:
     """Every one for SM 90, those that differ for SM 80 to 120. Tensor cores take fp8 as it is from SM 89 on, on SM 90
-    except narrow tiles. No loop moves codes or decoded weights through shared memory."""
+    except narrow tiles. No loop moves codes or decoded weights through shared memory: only scales, which take
+    fewer stores. Products of few rows load codes before they wait for their input, and use shared memory for sums
+    only."""
     found = facts["quantized"]
-    expected = {"scaled", "narrow", "fp8", "int4", "mxfp4", "rows"}
+    expected = {"scaled", "narrow", "few rows", "tiled", "fp8", "int4", "mxfp4", "rows"}
     experts = {f"experts, {form}" for form in ("scaled", "fp8", "int4", "mxfp4")}
     assert {one["kernel"] for one in found if one["sm"] == 90} == expected | experts
     assert {one["sm"] for one in found if one["kernel"] == "scaled"} == {89, 90, 100, 120}
-    assert {one["sm"] for one in found if one["kernel"] == "fp8"} == {80, 90}
+    assert all({one["sm"] for one in found if one["kernel"] == name} == {80, 90} for name in ("fp8", "few rows"))
     room = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
     for one in found:
-        assert one["shared"] <= room[one["sm"]] and one["spilled"] == one["stores"] == 0, one
+        # To fit one more program on a multiprocessor, ptxas spills up to 7 of 72 registers of a product of few rows.
+        spilled = 28 if one["kernel"] == "few rows" else 0
+        assert one["shared"] <= room[one["sm"]] and one["spilled"] <= spilled, one
+        assert one["stores"] < (8 if one["kernel"].endswith(("scaled", "narrow")) else 1), one
         assert one["fp8"] == ("scaled" in one["kernel"]), one
+        if one["kernel"] == "few rows":
+            assert one["shared"] <= 256 and (one["loaded_early"] >= 8 or one["sm"] < 90), one
 
 
 def test_invariant_products_have_one_instruction(facts: Facts) -> None:

@@ -5,8 +5,6 @@ The interpreter rounds to bfloat16 toward zero, so on a CPU results are float16 
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -437,12 +435,3 @@ def test_a_layer_takes_five_launches_beside_its_attention(monkeypatch: pytest.Mo
     logits_of(tiny("llama", torch.float16, "cpu"), 1, "cpu")
     layer = ["_skinny_gemm", "_rotate_heads", "_skinny_gemm", "_skinny_gemm", "_skinny_gemm"]
     assert launched == ["_angles", *layer, *layer, "_rms_norm"]
-
-
-def test_nothing_imports_triton_on_a_cpu() -> None:
-    code = (
-        "import sys, torch, attnplug_engine.models.architectures as a; m = a.load_model('tiny:llama', "
-        "dtype=torch.float32, device='cpu'); assert 'triton' not in sys.modules, 'imported'"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-500:]

@@ -12,6 +12,9 @@ from torch.nn import functional as F
 
 from attnplug.host import TINY_CONFIGS
 from attnplug_engine.checkpoints.random import RandomCheckpoint
+from attnplug_engine.kernels.gemm_tiles import FEW, GemmConfig
+from attnplug_engine.kernels.quantized_configs import QuantizedConfig
+from attnplug_engine.kernels.tiled_fp8_gemm import MOST
 from attnplug_engine.models.layers import QuantizedLinear, RMSNorm, silu_and_mul
 from attnplug_engine.models.weights import Weights
 from attnplug_engine.parallel.collectives import SINGLE
@@ -86,7 +89,7 @@ def run(x: Tensor, weight: QuantizedWeight, **options):
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize(("rows", "width"), [(1, 384), (17, 224)])
+@pytest.mark.parametrize(("rows", "width"), [(1, 384), (3, 384), (17, 224)])
 @on_every_device
 def test_a_product_equals_that_of_the_decoded_weight(name, rows, width, device, monkeypatch):
     scheme = SCHEMES[name]
@@ -95,7 +98,7 @@ def test_a_product_equals_that_of_the_decoded_weight(name, rows, width, device, 
     x = activations(rows, width, device)
     exact = weight.dequantized(torch.float64)
     found = run(x, weight)
-    if not kernels("scaled_rows").scales_rows(scheme.kernel, scheme.group, x.device):
+    if rows <= MOST or not kernels("scaled_rows").scales_rows(scheme.kernel, scheme.group, x.device):
         assert close(found, x.double() @ exact.T, 6e-3)
         return
     assert close(found, rounded(x, 128) @ exact.T, 6e-3)
@@ -111,10 +114,10 @@ def test_bias_gate_and_residual(name, device):
     x = activations(3, 128, device)
     bias = torch.randn(256, device=device, dtype=HALF[device])
     onto = torch.randn(3, 256, device=device, dtype=HALF[device])
+    exact = weight.dequantized(torch.float64).T
+    assert close(run(x, weight, bias=bias, onto=onto), x.double() @ exact + bias.double() + onto.double(), 6e-3)
     wide = rounded(x, 128) if SCHEMES[name].kernel == "fp8" else x.double()
-    plain = wide @ weight.dequantized(torch.float64).T + bias.double()
-    assert close(run(x, weight, bias=bias, onto=onto), plain + onto.double(), 6e-3)
-    gate, up = plain.chunk(2, 1)
+    gate, up = (wide @ exact + bias.double()).chunk(2, 1)
     assert close(run(x, weight, bias=bias, gated=True), F.silu(gate) * up, 8e-3)
 
 
@@ -144,6 +147,19 @@ def test_every_configuration_gives_the_same_product(device):
             assert close(run(x, weight, config=fitted), wanted, 6e-3), config
 
 
+@pytest.mark.parametrize("name", ["fp8 blocks", "fp8 channels"])
+@pytest.mark.parametrize("width", [224, 384])
+@on_every_device
+def test_only_existing_rows_and_columns_are_read(name, width, device):
+    """Behind both is NaN. Columns do not fill the last group, rows not the last tile."""
+    weight = drawn(SCHEMES[name], 72, width, device)
+    buffer = torch.full((16, 512), float("nan"), device=device, dtype=HALF[device])
+    x = buffer[:9, :width]
+    x.copy_(activations(9, width, device))
+    found = run(x, weight, config=QuantizedConfig(8, 32, 2, 3))
+    assert close(found, rounded(x, 128) @ weight.dequantized(torch.float64).T, 6e-3)
+
+
 @pytest.mark.parametrize("rows", [3, 40])
 @on_every_device
 def test_rows_are_normed_before_they_are_scaled(rows, device):
@@ -164,6 +180,67 @@ def test_rows_are_scaled_by_their_largest_value(device):
     codes, scales = kernels("scaled_rows").scale_rows(x)
     assert scales.shape == (5, 11)
     assert close(codes.double() * scales.double().repeat_interleave(128, 1)[:, :1300], rounded(x, 128), 1e-3)
+
+
+FP8 = {
+    "blocks": Fp8Blocks(),
+    "odd blocks": Fp8Blocks(20, 128),  # rows of a program are in two blocks
+    "small blocks": Fp8Blocks(16, 32),
+    "channels": Fp8Channels(),
+}
+
+
+@pytest.mark.parametrize("name", FP8)
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("normed", [False, True], ids=["", "norm"])
+@pytest.mark.parametrize(("width", "config"), [(400, GemmConfig(8, 128, 4)), (384, GemmConfig(4, 512, 1))])
+@on_every_device
+def test_few_rows_are_multiplied_without_quantization(name, rows, normed, width, config, device):
+    """With bias, gate and residual. Neither rows of the matrix nor columns fill their last blocks. Behind both, and
+    behind the last row, is NaN."""
+    weight, dtype = drawn(FP8[name], 172, width, device), HALF[device]
+    buffer = torch.full((4, 512), float("nan"), device=device, dtype=dtype)
+    x = buffer[:rows, :width]
+    x.copy_(torch.randn(rows, width))
+    gain, bias, onto = (torch.randn(*size).to(device, dtype) for size in ((width,), (172,), (rows, 172)))
+    norm = {"norm": (gain, 1e-2)} if normed else {}
+    wide = F.rms_norm(x.double(), (width,), gain.double(), 1e-2) if normed else x.double()
+    plain = wide @ weight.dequantized(torch.float64).T
+    assert close(run(x, weight, config=config, **norm), plain, 1e-3 if dtype is torch.float16 else 4e-3)
+    plain += bias.double()
+    assert close(run(x, weight, config=config, bias=bias, onto=onto, **norm), plain + onto.double(), 4e-3)
+    gate, up = plain.chunk(2, 1)
+    assert close(run(x, weight, config=config, bias=bias, gated=True, **norm), F.silu(gate) * up, 5e-3)
+
+
+@on_every_device
+def test_every_code_is_exact(device):
+    """Subnormal numbers, zeros, the largest and NaN, in each place of a word."""
+    scale, x = torch.full((2, 1), 2.0**-4, device=device), torch.zeros(1, 128, device=device, dtype=HALF[device])
+    every = torch.arange(256).to(device, torch.uint8)
+    for column in (0, 5, 18, 127):
+        codes = torch.full((256, 128), 0x7E, device=device, dtype=torch.uint8)  # times 0
+        codes[:, column] = every
+        x.zero_()[0, column] = 2
+        found = kernels().quantized_gemm(
+            x, codes.view(torch.float8_e4m3fn), scale, form="fp8", group=128, rows_per_scale=128
+        )
+        wanted = every.view(torch.float8_e4m3fn).to(HALF[device])[None] / 8
+        assert torch.equal(found.nan_to_num(7e3), wanted.nan_to_num(7e3)) and found.isnan().sum() == 2
+
+
+@on_every_device
+def test_codes_of_one_and_two_rows_are_decoded_in_registers(device, monkeypatch):
+    """A norm's weight of another dtype is applied before."""
+    weight = drawn(Fp8Blocks(), 128, 256, device)
+    x, gain = torch.randn(2, 256).to(device, HALF[device]), torch.rand(256, device=device)
+    normed = F.rms_norm(x.double(), (256,), gain.double(), 1e-5)
+    assert close(run(x, weight, norm=(gain, 1e-5)), normed @ weight.dequantized(torch.float64).T, 5e-3)
+    monkeypatch.delattr(kernels(), "skinny_fp8_gemm")
+    for rows in (1, FEW):
+        with pytest.raises(NameError, match="skinny_fp8_gemm"):
+            run(x[:rows], weight)
+    run(activations(FEW + 1, 256, device), weight)
 
 
 @pytest.mark.parametrize("product", [lambda *_: torch.zeros(256, 256), lambda *_: 1 / 0, lambda x, *_: x.new_empty(1)])
@@ -263,7 +340,8 @@ def test_a_layer_takes_the_kernel_for_its_rows(name, rows, kernel_device, monkey
     monkeypatch.setattr("attnplug_engine.quantization.scheme.usable", lambda _device: kernel_device != "torch")
     device = torch.device(kernel_device if kernel_device == "cuda" else "cpu")
     weight = drawn(SCHEMES[name], 256, 128, str(device))
-    if name == "fp8 blocks" and device.type == "cpu":
+    scaled = name == "fp8 blocks" and rows > FEW
+    if scaled and device.type == "cpu":
         pytest.skip("the interpreter does not carry when it rounds activations to fp8")
     gain = torch.rand(128) + 0.5
     source = RandomCheckpoint(TINY_CONFIGS["llama"])
@@ -273,4 +351,40 @@ def test_a_layer_takes_the_kernel_for_its_rows(name, rows, kernel_device, monkey
     wanted = F.rms_norm(x.double(), (128,), gain.to(device, HALF[device.type]).double(), 1e-5)
     gate, up = (wanted @ weight.dequantized(torch.float64).T).chunk(2, 1)
     found = QuantizedLinear(weight)(x, norm=norm, activate=silu_and_mul)
-    assert close(found, F.silu(gate) * up, 5e-2 if device.type == "cuda" and name == "fp8 blocks" else 8e-3)
+    assert close(found, F.silu(gate) * up, 5e-2 if device.type == "cuda" and scaled else 8e-3)
+
+
+def tiled(units: int = 4) -> QuantizedConfig:
+    return QuantizedConfig(16, 16, 4, 2, units=units, registers=True)
+
+
+@pytest.mark.parametrize("rows", [3, 9, 16])
+@pytest.mark.parametrize("name", ["fp8 blocks", "small fp8 blocks", "fp8 channels"])
+@pytest.mark.parametrize("width", [224, 384, 1024])
+@on_every_device
+@pytest.mark.sample(6)
+def test_few_rows_are_multiplied_without_rounding_them(name, rows, width, device):
+    """By a matrix of few rows, with its norm, bias and residual. Behind the rows and columns of the input is NaN."""
+    weight, eps = drawn(SCHEMES[name], 72, width, device), 1e-2
+    buffer = torch.full((16 + 1, width + 32), float("nan"), device=device, dtype=HALF[device])
+    x = buffer[:rows, :width]
+    x.copy_(torch.randn(rows, width))
+    gain, bias = (torch.randn(size).to(device, HALF[device]) for size in (width, 72))
+    onto = torch.randn(rows, 72).to(device, HALF[device])
+    exact = weight.dequantized(torch.float64).T
+    for config in (None, tiled(), tiled(units=8)):
+        assert close(run(x, weight, config=config), x.double() @ exact, 3e-3)
+        found = run(x, weight, norm=(gain, eps), bias=bias, onto=onto, config=config)
+        normed = F.rms_norm(x.double(), (width,), gain.double(), eps)
+        assert close(found, normed @ exact + bias.double() + onto.double(), 3e-3)
+
+
+@on_every_device
+def test_few_rows_are_multiplied_by_every_code(device):
+    """Subnormal and largest codes too, by matrix rows that each have one code: all but NaN."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    codes = codes[codes.float().isfinite()][:, None].repeat(1, 128)
+    weight = QuantizedWeight(Fp8Blocks(), codes.to(device), torch.ones(2, 1, device=device), 128)
+    x = torch.zeros(4, 128, dtype=HALF[device], device=device)
+    x[torch.arange(4), 64 + torch.arange(4)] = 1.0  # each place of a word
+    assert torch.equal(run(x, weight).double(), codes.to(device).double()[:, :4].T)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 import torch
@@ -44,6 +44,11 @@ FEW_ROW_CONFIGS: Mapping[tuple[int, int], GemmConfig] = {
     (2048, 2048): GemmConfig(8, 2048, 8),
 }
 """Configurations by the matrix's ``(rows, columns)`` that are better than the rule (``benchmarks/gemm_tiles.py``)."""
+FEW_ROW_FP8_CONFIGS: Mapping[tuple[int, int], GemmConfig] = {
+    (2048, 2048): GemmConfig(4, 2048, 4),
+    (2048, 8192): GemmConfig(8, 8192, 8),
+}
+"""The same for fp8 codes (``benchmarks/quantized_products_h200.py``)."""
 TENSOR_CORE_CONFIGS: Mapping[tuple[int, int], GemmConfig] = {(2112, 2048): GemmConfig(16, 2048, 8, tiles=True)}
 """The same for products on tensor cores."""
 AFTER_ATTENTION: Mapping[tuple[int, int], GemmConfig] = {(2048, 2048): GemmConfig(16, 2048, 8, tiles=True)}
@@ -54,25 +59,40 @@ _FILLED = 0.9
 """Smallest share of busy multiprocessors, on average over waves, in a gated product: if more are idle in the last wave,
 a library divides the matrix better."""
 
-_LONGEST = 4096
-_TILE = 16_384
-"""Elements of the matrix that a program loads at once: 32 KiB of a 16-bit dtype; a multiprocessor holds several."""
+_BYTES = 32 << 10
+"""Bytes of the matrix that a program loads at once; a multiprocessor holds several."""
+_LONGEST = 8192
+"""Bytes of a matrix row that a program loads at once."""
 
 
 @lru_cache(maxsize=256)
 def choose_few(outputs: int, inputs: int, tiles: int = 1) -> GemmConfig:
-    """Return the configuration for a matrix ``[tiles * outputs, inputs]``, of which a program takes ``tiles``
+    """Return the configuration for a 16-bit matrix ``[tiles * outputs, inputs]``, of which a program takes ``tiles``
     blocks."""
-    found = FEW_ROW_CONFIGS.get((tiles * outputs, inputs))
+    return FEW_ROW_CONFIGS.get((tiles * outputs, inputs)) or _few(inputs, tiles, 2)
+
+
+@lru_cache(maxsize=256)
+def choose_few_codes(outputs: int, inputs: int, tiles: int = 1) -> GemmConfig:
+    """The same for a matrix of fp8 codes."""
+    found = FEW_ROW_FP8_CONFIGS.get((tiles * outputs, inputs))
     if found is not None:
         return found
+    config = _few(inputs, tiles, 1)
+    # 128 codes per thread. A warp loads 512 columns of a row at once.
+    warps = min(config.block_n * config.block_k * tiles // 4096, config.block_k // 512, 8)
+    return replace(config, warps=max(warps, 1))
+
+
+def _few(inputs: int, tiles: int, size: int) -> GemmConfig:
+    """Return the configuration for matrix elements of ``size`` bytes."""
     # One block if possible, even with masked lanes: only the first block is loaded before the kernel waits.
-    block_k = triton.next_power_of_2(inputs)
-    if block_k > _LONGEST:
+    block_k, most = triton.next_power_of_2(inputs), _BYTES // size
+    if block_k * size > _LONGEST:
         whole = inputs & -inputs  # the largest power of two that divides it
-        block_k = min(whole if whole >= 512 else block_k, _LONGEST)
-    block_n = min(max(_TILE // (block_k * tiles), 1), 8 // tiles)
-    return GemmConfig(block_n, block_k, 8 if block_n * block_k * tiles > _TILE else 4)
+        block_k = min(whole if whole >= 512 else block_k, _LONGEST // size)
+    block_n = min(max(most // (block_k * tiles), 1), 8 // tiles)
+    return GemmConfig(block_n, block_k, 8 if block_n * block_k * tiles > most else 4)
 
 
 def choose_tiles(outputs: int, inputs: int, *, normed: bool) -> GemmConfig:
@@ -109,7 +129,7 @@ def choose(x: Tensor, weight: Tensor, *, normed: bool = False, gated: bool = Fal
     if streamed_bytes(config, rows, tiles) > shared_memory(x.device):  # e.g. SM 86, 89 and 120, which have 99 KiB
         return None
     if gated:
-        programs = numbers // 2 / config.block_n / _processors(x.device)
+        programs = numbers // 2 / config.block_n / multiprocessors(x.device)
         return config if programs >= _FILLED * math.ceil(programs) else None
     return config if rows <= MORE and numbers <= _SHORT and inputs <= _NARROW else None
 
@@ -122,5 +142,6 @@ def streamed_bytes(config: GemmConfig, rows: int, tiles: int) -> int:
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors, on a CPU that of an H200."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

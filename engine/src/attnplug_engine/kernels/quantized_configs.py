@@ -29,6 +29,8 @@ class QuantizedConfig:
     """Blocks of 32 columns per iteration over 4-bit codes."""
     lines: int = 0
     """Cache lines of each matrix row that are prefetched before the kernel waits for its input: a power of two."""
+    registers: bool = False
+    """True for ``tiled_fp8_gemm``: each warp loads ``units`` blocks of 32 columns at once. It has no ``stages``."""
 
     def stage_bytes(self, form: str) -> int:
         """Return the shared memory of one stage."""
@@ -55,12 +57,12 @@ other tiles it moves decoded values through shared memory."""
 CONFIGS: Mapping[str, Table] = {
     "scaled": (
         (8, SHORT, QuantizedConfig(8, 32, 2, 20, lines=16)),
-        (8, ANY, QuantizedConfig(8, 64, 4, 10)),
+        (8, ANY, QuantizedConfig(8, 64, 4, 6)),
         (16, SHORT, QuantizedConfig(16, 32, 2, 20, lines=16)),
-        (16, ANY, QuantizedConfig(16, 64, 4, 10)),
-        (32, ANY, QuantizedConfig(32, 64, 4, 8)),
-        (64, ANY, QuantizedConfig(64, 64, 4, 6)),
-        (128, ANY, QuantizedConfig(64, 128, 4, 5)),
+        (16, ANY, QuantizedConfig(16, 64, 4, 6)),
+        (32, ANY, QuantizedConfig(32, 64, 4, 6)),
+        (64, ANY, QuantizedConfig(64, 64, 4, 4)),
+        (256, ANY, QuantizedConfig(64, 128, 4, 4)),
         (ANY, ANY, QuantizedConfig(128, 128, 8, 4)),
     ),
     "fp8": ((16, ANY, QuantizedConfig(16, 64, 4, 6)), (ANY, ANY, QuantizedConfig(64, 64, 4, 3))),
@@ -70,7 +72,7 @@ CONFIGS: Mapping[str, Table] = {
 """Tables by format (``quantized_tiles``)."""
 EXPERTS: Mapping[str, Table] = {
     "scaled": (
-        (1, ANY, QuantizedConfig(8, 64, 4, 8)),
+        (1, ANY, QuantizedConfig(8, 64, 4, 6)),
         (16, ANY, QuantizedConfig(16, 64, 4, 6)),
         (64, ANY, QuantizedConfig(64, 64, 4, 5)),
         (ANY, ANY, QuantizedConfig(128, 128, 8, 3)),

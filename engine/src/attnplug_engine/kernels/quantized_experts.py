@@ -69,7 +69,7 @@ def _grouped_product(
     number = tl.minimum(start + line // PARTS, N - 1) + line % PARTS * N
     first = tile_product(
         codes + expert * CODES, scales + expert * SCALES, x, x_scales, x_stride, x_rows, start, number,
-        pairs // PER_ROW, K, GROUP, ROWS_PER_SCALE, ONE_SCALE, FORMAT, UNITS, STAGES, NATIVE,
+        pairs // PER_ROW, exists, K, GROUP, ROWS_PER_SCALE, ONE_SCALE, FORMAT, UNITS, STAGES, NATIVE,
     )  # fmt: skip
     second = first
     if GATED:

@@ -1,7 +1,8 @@
 """GEMM with quantized weights, for any number of rows. ``quantized_tiles`` describes the formats.
 
 Up to 64 rows it is bound by reading the matrix once. Bias, SwiGLU gate and residual are fused. An RMS norm is fused
-into the scaling of activations to fp8; for other formats it is a separate kernel.
+into the scaling of activations to fp8; for other formats it is a separate kernel. One or two rows are multiplied by
+fp8 codes in ``skinny_fp8_gemm``.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from attnplug_engine.kernels import launch_options
 from attnplug_engine.kernels.elementwise import rms_norm
 from attnplug_engine.kernels.gemm_epilogue import finish
+from attnplug_engine.kernels.gemm_tiles import FEW, GemmConfig, choose_few_codes
 from attnplug_engine.kernels.quantized_configs import QuantizedConfig, choose
 from attnplug_engine.kernels.quantized_tiles import prefetch, product
 from attnplug_engine.kernels.scaled_rows import scale_rows, scales_rows
+from attnplug_engine.kernels.skinny_fp8_gemm import skinny_fp8_gemm
+from attnplug_engine.kernels.skinny_gemm import aligned
+from attnplug_engine.kernels.tiled_fp8_gemm import choose_tiled, tiled_fp8_gemm
 
 _BAND = 8
 """Row tiles per band. Programs iterate over a band before the next matrix rows, so that both stay in L2."""
@@ -50,8 +55,8 @@ def _quantized_gemm(
     if EARLY:
         gdc_wait()
     total = product(
-        codes, scales, x, x_scales, x_stride, rows, first, number, tl.minimum(row, rows - 1), K, GROUP, ROWS_PER_SCALE,
-        ONE_SCALE, FORMAT, UNITS, STAGES, NATIVE,
+        codes, scales, x, x_scales, x_stride, rows, first, number, tl.minimum(row, rows - 1), row < rows, K,
+        GROUP, ROWS_PER_SCALE, ONE_SCALE, FORMAT, UNITS, STAGES, NATIVE,
     )  # fmt: skip
     total_up = total
     if GATED:
@@ -67,20 +72,13 @@ def supports(width: int, group: int | None) -> bool:
     return width % 16 == 0 and (group is None or (group & (group - 1) == 0 and group >= 16))
 
 
-def words(x: Tensor) -> Tensor:
-    """View 16-bit rows as int32 ``[rows, K / 2]``. Copies rows that are not aligned to 4 bytes."""
-    if x.stride(1) != 1 or x.stride(0) % 2 or x.storage_offset() % 2:
-        x = x.clone(memory_format=torch.contiguous_format)
-    return x.view(torch.int32)
-
-
 def prepared(x: Tensor, codes: Tensor, form: str, norm: tuple[Tensor, float] | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return activations, their scales (or a dummy) and codes in the dtypes that ``product`` takes for a format."""
     if form == "scaled":
         values, factors = scale_rows(x, norm)
         return values, factors, codes
     x = x if norm is None else rms_norm(x, *norm)
-    rows = (x if x.stride(1) == 1 else x.contiguous()) if form == "fp8" else words(x)
+    rows = (x if x.stride(1) == 1 else x.contiguous()) if form == "fp8" else aligned(x).view(torch.int32)
     return rows, rows, codes.view(torch.uint8)
 
 
@@ -96,19 +94,34 @@ def quantized_gemm(
     norm: tuple[Tensor, float] | None = None,
     gated: bool = False,
     onto: Tensor | None = None,
-    config: QuantizedConfig | None = None,
+    config: QuantizedConfig | GemmConfig | None = None,
 ) -> Tensor:
     """Return ``x [rows, K]`` times a quantized matrix ``[N, K]`` transposed: ``[rows, N]`` like ``x``.
 
-    ``form`` is the codes' format: ``fp8``, ``int4`` or ``mxfp4``; activations are scaled to fp8 if ``scales_rows``.
-    ``scales`` are ``[N / rows_per_scale, K / group]``. ``norm`` is the weight and epsilon of an RMS norm of ``x``. See
-    ``skinny_gemm`` for the others, and ``quantized_configs`` for ``config``.
+    ``form`` is the codes' format: ``fp8``, ``int4`` or ``mxfp4``. ``skinny_fp8_gemm`` multiplies up to ``FEW`` rows by
+    fp8 codes; more rows are scaled to fp8 if ``scales_rows``. ``scales`` are ``[N / rows_per_scale, K / group]``.
+    ``norm`` is the weight and epsilon of an RMS norm of ``x``. See ``skinny_gemm`` for the others. ``config`` is of
+    ``quantized_configs``, or of ``gemm_tiles`` for ``skinny_fp8_gemm``.
     """
     (rows, width), parts = x.shape, 2 if gated else 1
     outputs = codes.shape[0] // parts
-    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     if rows == 0:
-        return out
+        return x.new_empty(0, outputs)
+    if config is None and form == "fp8":
+        if rows <= FEW:
+            config = choose_few_codes(outputs, width, parts)
+        else:
+            config = choose_tiled(x, codes, group, rows_per_scale, gated=gated)
+    if isinstance(config, GemmConfig):
+        return skinny_fp8_gemm(
+            x, codes, scales, config, group=group, rows_per_scale=rows_per_scale,
+            bias=bias, norm=norm, gated=gated, onto=onto,
+        )  # fmt: skip
+    if config is not None and config.registers:
+        return tiled_fp8_gemm(
+            x, codes, scales, group=group, rows_per_scale=rows_per_scale, bias=bias, norm=norm, onto=onto, config=config
+        )
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     form = "scaled" if scales_rows(form, group, x.device) else form
     config = config or choose(form, rows, codes.shape[0], x.device)
     values, factors, codes = prepared(x, codes, form, norm)

@@ -18,20 +18,22 @@ import triton.language as tl
 
 @triton.jit
 def product(
-    codes, scales, x, x_scales, x_stride, x_groups, first, number, row,
+    codes, scales, x, x_scales, x_stride, x_groups, first, number, row, exists,
     K: tl.constexpr, GROUP: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, ONE_SCALE: tl.constexpr, FORMAT: tl.constexpr,
     UNITS: tl.constexpr, STAGES: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Return float32 ``[len(number), len(row)]``: matrix rows ``number`` times activation rows ``row``, over K.
 
     A scale of the matrix ``[N, K]`` applies to ``ROWS_PER_SCALE`` rows and ``GROUP`` columns. ``ONE_SCALE``: all rows
-    ``number`` share the scales of row ``first``. ``x_scales`` of ``scaled`` are ``[groups, x_groups]``. An iteration of
-    ``int4`` and ``mxfp4`` takes ``UNITS * 32`` columns; ``x`` is passed as 32-bit words of two 16-bit values, bfloat16
-    if ``NATIVE``, else float16.
+    ``number`` share the scales of row ``first``. ``x_scales`` of ``scaled`` are ``[groups, x_groups]``. ``scaled``
+    does not read rows without ``exists``. An iteration of ``int4`` and ``mxfp4`` takes ``UNITS * 32`` columns; ``x`` is
+    passed as 32-bit words of two 16-bit values, bfloat16 if ``NATIVE``, else float16.
     """
     if FORMAT == "scaled":
-        total = _scaled(codes, scales, x, x_scales, x_stride, x_groups, first, number, row, K, GROUP, ROWS_PER_SCALE,
-                        ONE_SCALE, STAGES)  # fmt: skip
+        total = _scaled(
+            codes, scales, x, x_scales, x_stride, x_groups, first, number, row, exists, K, GROUP, ROWS_PER_SCALE,
+            ONE_SCALE, STAGES,
+        )  # fmt: skip
     elif FORMAT == "fp8":
         total = _decoded(codes, scales, x, x_stride, number, row, K, GROUP, ROWS_PER_SCALE, STAGES)
     else:
@@ -51,34 +53,51 @@ def prefetch(codes, number, BYTES: tl.constexpr, LINES: tl.constexpr):
 
 @triton.jit
 def _scaled(
-    codes, scales, x, x_scales, x_stride, x_groups, first, number, row,
+    codes, scales, x, x_scales, x_stride, x_groups, first, number, row, exists,
     K: tl.constexpr, GROUP: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, ONE_SCALE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Multiply fp8 codes by activations in fp8.
+
+    Scales are loaded one iteration ahead, because Triton's pipeliner only handles tiles that a dot takes. The next
+    ones are loaded after the last use of the current ones: both then have the same registers, and no iteration
+    waits for a load of its own. A tile of more than 64 rows has too few registers for the next scales of its rows.
+    """
+    AHEAD: tl.constexpr = row.shape[0] <= 64
     STEP: tl.constexpr = 128
+    LAST: tl.constexpr = (K - 1) // STEP * STEP
     WIDTH: tl.constexpr = (K + GROUP - 1) // GROUP
     matrix = codes + number.to(tl.int64)[:, None] * K
     inputs = x + row.to(tl.int64)[:, None] * x_stride
     factors = scales + (first if ONE_SCALE else number) // ROWS_PER_SCALE * WIDTH
+    place = tl.arange(0, STEP)
     total = tl.zeros([number.shape[0], row.shape[0]], tl.float32)
+    factor = tl.load(factors)
+    if AHEAD:
+        x_factor = tl.load(x_scales + row)
     for start in tl.range(0, K, STEP, num_stages=STAGES):
-        column = start + tl.arange(0, STEP)[None, :]
+        column = start + place[None, :]
+        following = tl.minimum(start + STEP, LAST)
         if K % STEP == 0:
             weights = tl.load(matrix + column, eviction_policy="evict_first" if row.shape[0] <= 64 else "")
-            values = tl.load(inputs + column)
+            values = tl.load(inputs + column, mask=exists[:, None], other=0.0)
         else:
             weights = tl.load(matrix + column, mask=column < K, other=0.0)
-            values = tl.load(inputs + column, mask=column < K, other=0.0)
-        x_factors = tl.load(x_scales + start // STEP * x_groups + row)
+            values = tl.load(inputs + column, mask=exists[:, None] & (column < K), other=0.0)
+        if not AHEAD:
+            x_factor = tl.load(x_scales + start // STEP * x_groups + row)
+        x_factors = (x_factor * factor if WIDTH > 1 and ONE_SCALE else x_factor)[None, :]
         sums = tl.dot(weights, tl.trans(values))
-        if WIDTH > 1 and ONE_SCALE:
-            x_factors *= tl.load(factors + start // GROUP)
-        elif WIDTH > 1:
-            sums *= tl.load(factors + start // GROUP)[:, None]
-        total += sums * x_factors[None, :]
+        if WIDTH > 1 and not ONE_SCALE:
+            sums *= factor[:, None]
+        total += sums * x_factors
+        if WIDTH > 1:
+            factor = tl.load(factors + following // GROUP)
+        if AHEAD:
+            x_factor = tl.load(x_scales + following // STEP * x_groups + row)
     if WIDTH == 1 and ONE_SCALE:
-        total *= tl.load(factors)
+        total *= factor
     elif WIDTH == 1:
-        total *= tl.load(factors)[:, None]
+        total *= factor[:, None]
     return total
 
 

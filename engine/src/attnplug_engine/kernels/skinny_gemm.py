@@ -104,6 +104,13 @@ def _skinny_gemm(
     )  # fmt: skip
 
 
+def aligned(x: Tensor) -> Tensor:
+    """Return 16-bit rows that begin at multiples of 4 bytes: ``x [rows, K]`` or a copy."""
+    if x.stride(1) == 1 and x.stride(0) % 2 == 0 and x.storage_offset() % 2 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)  # contiguous() returns one row as it is, with any stride
+
+
 def skinny_gemm(
     x: Tensor,
     weight: Tensor,
@@ -120,10 +127,7 @@ def skinny_gemm(
     ``norm`` is the weight and epsilon of an RMS norm of ``x``. ``gated`` computes ``silu(gate) * up`` of ``N = [gate |
     up]``, so the result has half as many columns. The result is added to ``onto [rows, N]``.
     """
-    if x.stride(1) != 1 or x.stride(0) % 2 or x.storage_offset() % 2:
-        x = x.clone(
-            memory_format=torch.contiguous_format
-        )  # not contiguous(): one row counts as contiguous with any stride
+    x = aligned(x)
     rows, inputs = x.shape
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     if onto is not None and onto.stride(1) != 1:
