@@ -128,10 +128,11 @@ def kv_formats() -> str:
     """Decode times of one layer by KV format, µs."""
     cases = _read("kv_formats_h200")["cases"]
     names = list(cases[0]["formats"])
-    lines = [f"| requests × tokens | {' | '.join(f'`{name}`' for name in names)} |", "|---" * (len(names) + 1) + "|"]
+    lines = [f"| | {' | '.join(f'`{name}`' for name in names)} |", "|---" * (len(names) + 1) + "|"]
     for case in cases:
         cells = [f"{found['layer_us']:.0f} ({found['ratio']:.2f} ×)" for found in case["formats"].values()]
-        lines.append(f"| {case['requests']} × {case['length']} | {' | '.join(cells)} |")
+        shape = f"GQA {case['heads']}/{case['kv_heads']}" if case["kind"] == "mha" else f"MLA {case['heads']} heads"
+        lines.append(f"| {shape}, {case['requests']} × {case['length']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
