@@ -195,6 +195,7 @@ FP8 = {
 @pytest.mark.parametrize("normed", [False, True], ids=["", "norm"])
 @pytest.mark.parametrize(("width", "config"), [(400, GemmConfig(8, 128, 4)), (384, GemmConfig(4, 512, 1))])
 @on_every_device
+@pytest.mark.sample(6)
 def test_few_rows_are_multiplied_without_quantization(name, rows, normed, width, config, device):
     """With bias, gate and residual. Neither rows of the matrix nor columns fill their last blocks. Behind both, and
     behind the last row, is NaN."""
