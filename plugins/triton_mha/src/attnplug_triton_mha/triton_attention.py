@@ -41,7 +41,7 @@ from attnplug_triton_mha.triton_rows import (
     join_columns,
     load,
     load_group_scales,
-    load_row_scales,
+    load_step_scales,
     log2_near,
     prefetch,
     rows_at,
@@ -177,18 +177,6 @@ def _attend_rows(
 
 
 @triton.jit
-def _row_scales(
-    key_scales, value_scales, page, token, first, STEP: tl.constexpr, PAGE_SIZE: tl.constexpr, KS_PAGE: tl.constexpr,
-    KS_SLOT: tl.constexpr, VS_PAGE: tl.constexpr, VS_SLOT: tl.constexpr, INT64: tl.constexpr, FORMAT: tl.constexpr,
-):  # fmt: skip
-    """Load the scales of a step's keys and values, for rows with one each."""
-    return (
-        load_row_scales(key_scales, page, token, first, STEP, PAGE_SIZE, KS_PAGE, KS_SLOT, INT64, FORMAT),
-        load_row_scales(value_scales, page, token, first, STEP, PAGE_SIZE, VS_PAGE, VS_SLOT, INT64, FORMAT),
-    )
-
-
-@triton.jit
 def _attend_step(
     top, total, sums, page, scales, first, end, queries, seen, own, keys, key_scales, values, value_scales,
     table, table_column, scale, cap,
@@ -218,7 +206,7 @@ def _attend_step(
         v_scales = load_group_scales(value_scales_at, there, VS_COLUMN, V_DIM, V_WIDTH)
     ahead = first + STEP if PAGE_SIZE % STEP == 0 else token + STEP
     page = tl.load(table + ahead // PAGE_SIZE * table_column, mask=ahead < end, other=0)
-    scales = _row_scales(
+    scales = load_step_scales(
         key_scales, value_scales, page, token + STEP, first + STEP, STEP, PAGE_SIZE, KS_PAGE, KS_SLOT, VS_PAGE,
         VS_SLOT, INT64, FORMAT,
     )  # fmt: skip
@@ -394,7 +382,7 @@ def attend(
         bits = own
         if TREE:
             bits = tl.load(tree + request.to(tl.int64) * tree_row + query * tree_column, mask=live, other=0)
-        scales = _row_scales(
+        scales = load_step_scales(
             key_scales, value_scales, page, token, start, STEP, PAGE_SIZE, KS_PAGE, KS_SLOT, VS_PAGE, VS_SLOT, INT64,
             FORMAT,
         )  # fmt: skip

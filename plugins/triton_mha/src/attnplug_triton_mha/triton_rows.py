@@ -101,6 +101,18 @@ def load_row_scales(
 
 
 @triton.jit
+def load_step_scales(
+    key_scales, value_scales, page, token, first, STEP: tl.constexpr, PAGE_SIZE: tl.constexpr, KS_PAGE: tl.constexpr,
+    KS_SLOT: tl.constexpr, VS_PAGE: tl.constexpr, VS_SLOT: tl.constexpr, INT64: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Load the scales of a step's keys and values, for rows with one each."""
+    return (
+        load_row_scales(key_scales, page, token, first, STEP, PAGE_SIZE, KS_PAGE, KS_SLOT, INT64, FORMAT),
+        load_row_scales(value_scales, page, token, first, STEP, PAGE_SIZE, VS_PAGE, VS_SLOT, INT64, FORMAT),
+    )
+
+
+@triton.jit
 def load_group_scales(at, there, COLUMN_STRIDE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """Load nvfp4's scales from the addresses of rows, as e4m3 codes. Missing rows have 0."""
     group = tl.arange(0, WIDTH // _GROUP)
