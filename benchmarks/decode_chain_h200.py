@@ -440,7 +440,7 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--models", default="llama,mla")
     parser.add_argument("--requests", default="1,16")
     parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--kinds", default="abc", help="variants to time, by the letters above")
+    parser.add_argument("--kinds", default="abc", help="kinds of variants to time, e.g. ac")
     parser.add_argument("--seconds", type=float, default=210.0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit")
