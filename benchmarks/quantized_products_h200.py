@@ -71,11 +71,6 @@ def _tiles(rows: int, *tiles: tuple[int, int, int], lines: int = 0) -> list[Quan
     return [QuantizedConfig(rows, columns, warps, stages, lines=lines) for columns, warps, stages in tiles]
 
 
-def _registers(*parts: tuple[int, int]) -> list[QuantizedConfig]:
-    """Configurations of ``tiled_fp8_gemm``."""
-    return [QuantizedConfig(16, 16, warps, 2, units, registers=True) for warps, units in parts]
-
-
 def _packed(rows: int, *tiles: tuple[int, int]) -> list[QuantizedConfig]:
     return [QuantizedConfig(rows, 32, 2, stages, units) for stages, units in tiles]
 
@@ -87,7 +82,6 @@ CANDIDATES: dict[str, Mapping[int, Sequence[QuantizedConfig]]] = {
             *_tiles(8, (64, 4, 6)),
         ],
         16: [
-            *_registers((4, 4), (4, 8), (8, 4), (8, 8), (16, 4)),
             *_tiles(16, (32, 2, 20), lines=16),
             *_tiles(16, (64, 4, 6), (128, 4, 6), (128, 8, 6)),
         ],
@@ -124,6 +118,8 @@ FEW_ROWS: Mapping[str, Sequence[GemmConfig]] = {
 }
 """Configurations of ``skinny_fp8_gemm`` by shape: matrix rows (of gate and of up), columns, warps. A warp loads
 512 columns of a row at once; warps without any would move codes through shared memory."""
+TILED = [GemmConfig(16, columns, warps, tiles=True) for columns, warps in ((512, 4), (1024, 4), (1024, 8), (2048, 8))]
+"""Configurations of ``tiled_fp8_gemm``."""
 EXPERT_CANDIDATES: dict[str, Mapping[int, Sequence[QuantizedConfig]]] = {
     "fp8": {
         1: _tiles(8, (64, 4, 4), (64, 4, 6)),
@@ -157,9 +153,12 @@ class Case:
     def configs(self) -> Sequence[Config]:
         if self.shape == "experts":
             return EXPERT_CANDIDATES[self.form][self.rows]
-        few = FEW_ROWS.get(self.shape, ()) if self.form == "fp8" and self.rows == 1 else ()
-        short = SHAPES[self.shape][0] <= SHORT and self.shape not in GATED
-        return [*few, *(one for one in CANDIDATES[self.form][self.rows] if short or not one.registers)]
+        own: Sequence[GemmConfig] = ()
+        if self.form == "fp8" and self.rows == 1:
+            own = FEW_ROWS[self.shape]
+        elif self.form == "fp8" and self.rows == 16 and SHAPES[self.shape][0] <= SHORT:
+            own = TILED
+        return [*own, *CANDIDATES[self.form][self.rows]]
 
     @property
     def width(self) -> int:
@@ -220,8 +219,8 @@ def _cases(forms: list[str], shapes: list[str], rows: list[str]) -> Iterator[Cas
 def _line(name: str, found: dict[str, Any]) -> str:
     """Format a case: limit, bfloat16, and each configuration's microseconds, the fastest first.
 
-    Configurations are their fields without names: rows, columns, warps, stages, units, lines, registers. ``few`` are
-    those of ``FEW_ROWS``.
+    Configurations are their fields without names: rows, columns, warps, stages, units, lines. ``few`` and ``tiled`` are
+    those of ``FEW_ROWS`` and ``TILED``: matrix rows, columns, warps.
     """
     if "error" in found:
         return f"{name:24} {found['error']}"
@@ -229,7 +228,8 @@ def _line(name: str, found: dict[str, Any]) -> str:
     times = " ".join(f"{one['config']}: {one['us']}," if "us" in one else one["error"] for one in each)
     share = found["best"] and found["best"]["share"]
     times = re.sub(r"GemmConfig(.*?), tiles=False, stages=0", r"few\1", times)
-    times = re.sub(r"QuantizedConfig|\w+=(?=\d)|, registers=False|=True", "", times)
+    times = re.sub(r"GemmConfig(.*?), tiles=True, stages=0", r"tiled\1", times)
+    times = re.sub(r"QuantizedConfig|\w+=(?=\d)", "", times)
     return f"{name:24} limit {found['limit_us']} bfloat16 {found.get('bfloat16_us')} share {share} | {times}"
 
 
@@ -250,7 +250,7 @@ def swept(case: Case) -> dict[str, Any]:
     seen[False] = _scaled(x, fused.get("norm")) if case.form == "fp8" else seen[True]
     wanted = {key: weight.scheme.finish(one @ exact.t(), None, case.shape in GATED, None) for key, one in seen.items()}
     for config in case.configs:
-        expected = wanted[isinstance(config, GemmConfig) or config.registers]
+        expected = wanted[isinstance(config, GemmConfig)]
         found["configs"].append(
             attempt(lambda config=config, expected=expected: _measured(config, x, weights, expected, limit, fused))
         )

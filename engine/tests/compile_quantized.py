@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from attnplug_engine.kernels.gemm_tiles import choose_few_codes
+from attnplug_engine.kernels.gemm_tiles import GemmConfig, choose_few_codes
 from attnplug_engine.kernels.quantized_configs import (
     CONFIGS,
     EXPERTS,
@@ -87,10 +87,10 @@ def few(sm: int, rows: int, width: int, *, gated: bool) -> Any:
     return ahead.compiled(_skinny_fp8_gemm, sm, types, made, options(sm, config.warps), strides)
 
 
-def tiled(sm: int, config: QuantizedConfig, width: int, *, norm: bool) -> Any:
+def tiled(sm: int, config: GemmConfig, width: int, *, norm: bool) -> Any:
     made = {
-        "K": width, "GROUP": 128, "ROWS_PER_SCALE": 128, "ROWS": config.rows, "BLOCK_N": config.columns,
-        "PART": 8 * config.units, "WARPS": config.warps, "NATIVE": True, "NORM": norm,
+        "K": width, "GROUP": 128, "ROWS_PER_SCALE": 128, "ROWS": 16, "BLOCK_N": config.block_n,
+        "PART": config.block_k // (4 * config.warps), "WARPS": config.warps, "NATIVE": True, "NORM": norm,
         "BIAS": False, "ONTO": True, "EARLY": sm >= 90,
     }  # fmt: skip
     types = HALF | {"x": "*i64", "codes": "*i32", "scales": "*fp32", "gain": "*bf16", "eps": "fp32"}

@@ -29,8 +29,6 @@ class QuantizedConfig:
     """Blocks of 32 columns per iteration over 4-bit codes."""
     lines: int = 0
     """Cache lines of each matrix row that are prefetched before the kernel waits for its input: a power of two."""
-    registers: bool = False
-    """True for ``tiled_fp8_gemm``: each warp loads ``units`` blocks of 32 columns at once. It has no ``stages``."""
 
     def stage_bytes(self, form: str) -> int:
         """Return the shared memory of one stage."""

@@ -99,9 +99,10 @@ def quantized_gemm(
     """Return ``x [rows, K]`` times a quantized matrix ``[N, K]`` transposed: ``[rows, N]`` like ``x``.
 
     ``form`` is the codes' format: ``fp8``, ``int4`` or ``mxfp4``. ``skinny_fp8_gemm`` multiplies up to ``FEW`` rows by
-    fp8 codes; more rows are scaled to fp8 if ``scales_rows``. ``scales`` are ``[N / rows_per_scale, K / group]``.
-    ``norm`` is the weight and epsilon of an RMS norm of ``x``. See ``skinny_gemm`` for the others. ``config`` is of
-    ``quantized_configs``, or of ``gemm_tiles`` for ``skinny_fp8_gemm``.
+    fp8 codes, and ``tiled_fp8_gemm`` up to 16 by short matrices; other rows are scaled to fp8 if ``scales_rows``.
+    ``scales`` are ``[N / rows_per_scale, K / group]``. ``norm`` is the weight and epsilon of an RMS norm of ``x``. See
+    ``skinny_gemm`` for the others. ``config`` is of ``quantized_configs``, or of ``gemm_tiles`` for ``tiled_fp8_gemm``
+    (``tiles``) and ``skinny_fp8_gemm``.
     """
     (rows, width), parts = x.shape, 2 if gated else 1
     outputs = codes.shape[0] // parts
@@ -113,14 +114,14 @@ def quantized_gemm(
         else:
             config = choose_tiled(x, codes, group, rows_per_scale, gated=gated)
     if isinstance(config, GemmConfig):
+        if config.tiles:
+            return tiled_fp8_gemm(
+                x, codes, scales, config, group=group, rows_per_scale=rows_per_scale, bias=bias, norm=norm, onto=onto
+            )
         return skinny_fp8_gemm(
             x, codes, scales, config, group=group, rows_per_scale=rows_per_scale,
             bias=bias, norm=norm, gated=gated, onto=onto,
         )  # fmt: skip
-    if config is not None and config.registers:
-        return tiled_fp8_gemm(
-            x, codes, scales, group=group, rows_per_scale=rows_per_scale, bias=bias, norm=norm, onto=onto, config=config
-        )
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     form = "scaled" if scales_rows(form, group, x.device) else form
     config = config or choose(form, rows, codes.shape[0], x.device)

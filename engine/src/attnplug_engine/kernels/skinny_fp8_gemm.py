@@ -217,7 +217,7 @@ def skinny_fp8_gemm(
         BLOCK_N=block_n,
         BLOCK_K=config.block_k,
         BFLOAT16=x.dtype is torch.bfloat16,
-        CONVERT=x.is_cuda and torch.version.hip is None and multiplies_fp8(x.device),
+        CONVERT=x.is_cuda and multiplies_fp8(x.device),
         GATED=gated,
         NORM=norm is not None,
         BIAS=bias is not None,

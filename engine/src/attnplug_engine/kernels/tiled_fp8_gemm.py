@@ -15,12 +15,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug_engine.kernels import launch_options
 from attnplug_engine.kernels.gemm_epilogue import finish
-from attnplug_engine.kernels.gemm_tiles import multiprocessors
-from attnplug_engine.kernels.quantized_configs import QuantizedConfig
+from attnplug_engine.kernels.gemm_tiles import GemmConfig, multiprocessors
 
 FEWEST, MOST = 3, 16
 """Rows of activations."""
-CONFIG = QuantizedConfig(16, 16, 8, 2, units=4, registers=True)
+CONFIG = GemmConfig(16, 1024, 8, tiles=True)
 """The best on an H200 if all programs run at once (``benchmarks/quantized_products_h200.py``)."""
 
 
@@ -39,7 +38,8 @@ def _codes(matrix, word, WORDS: tl.constexpr, BLOCK: tl.constexpr):
 def _decoded(words, NATIVE: tl.constexpr):
     """Decode the four codes of each word to four tensors: bfloat16 if ``NATIVE``, two words at a time, else float32.
 
-    A code's bits, shifted into a bfloat16, are its value times 2 ** -120.
+    A code's bits, shifted into a bfloat16, are its value times 2 ** -120. NaN would become 480, so the first tensor has
+    NaN for words with a code that is NaN: a dot of the word is NaN then.
     """
     if NATIVE:
         a, b, c, d = tl.inline_asm_elementwise(
@@ -75,7 +75,9 @@ def _decoded(words, NATIVE: tl.constexpr):
         )  # fmt: skip
     else:
         a, b, c, d = _wide(words), _wide(words >> 8), _wide(words >> 16), _wide(words >> 24)
-    return a, b, c, d
+    # Of all codes, only NaN (0x7F) carries into its byte's sign bit. The mask is 0x80808080 as int32.
+    nan = ((words & 0x7F7F7F7F) + 0x01010101) & -0x7F7F7F80
+    return tl.where(nan != 0, float("nan"), a).to(a.dtype), b, c, d
 
 
 @triton.jit
@@ -159,19 +161,17 @@ def _tiled_fp8_gemm(
     )  # fmt: skip
 
 
-def choose_tiled(
-    x: Tensor, codes: Tensor, group: int | None, rows_per_scale: int, *, gated: bool
-) -> QuantizedConfig | None:
+def choose_tiled(x: Tensor, codes: Tensor, group: int | None, rows_per_scale: int, *, gated: bool) -> GemmConfig | None:
     """Return the configuration of ``tiled_fp8_gemm`` for ``x`` and ``codes``; None if it is not the kernel for them.
 
     More matrix rows than all multiprocessors take at once would run in two waves. Rows are bfloat16, or float16 in
     Triton's interpreter, which multiplies the bits of bfloat16.
     """
-    if not FEWEST <= x.shape[0] <= MOST or gated or codes.shape[0] > CONFIG.columns * multiprocessors(x.device):
+    if not FEWEST <= x.shape[0] <= MOST or gated or codes.shape[0] > CONFIG.block_n * multiprocessors(x.device):
         return None
     if x.dtype is not torch.bfloat16 and (x.dtype, x.device.type) != (torch.float16, "cpu"):
         return None
-    if group is not None and (group % 4 or rows_per_scale % CONFIG.columns):
+    if group is not None and (group % 4 or rows_per_scale % CONFIG.block_n):
         return None
     return CONFIG
 
@@ -180,13 +180,13 @@ def tiled_fp8_gemm(
     x: Tensor,
     codes: Tensor,
     scales: Tensor,
+    config: GemmConfig,
     *,
     group: int | None,
     rows_per_scale: int,
-    bias: Tensor | None,
-    norm: tuple[Tensor, float] | None,
-    onto: Tensor | None,
-    config: QuantizedConfig,
+    bias: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None,
+    onto: Tensor | None = None,
 ) -> Tensor:
     """Return ``x [rows, K]`` times a matrix in fp8; see ``quantized_gemm`` for the arguments."""
     if x.stride(1) != 1 or x.stride(0) % 4 or x.storage_offset() % 4:
@@ -195,7 +195,7 @@ def tiled_fp8_gemm(
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     gain, eps = (x, 0.0) if norm is None else norm
     onto = onto if onto is None or onto.stride(1) == 1 else onto.contiguous()
-    _tiled_fp8_gemm[(triton.cdiv(outputs, config.columns),)](
+    _tiled_fp8_gemm[(triton.cdiv(outputs, config.block_n),)](
         out, x.view(torch.int64), codes.view(torch.int32), scales,
         x if bias is None else bias,
         x if onto is None else onto,
@@ -207,8 +207,8 @@ def tiled_fp8_gemm(
         GROUP=triton.next_power_of_2(width) if group is None else group,
         ROWS_PER_SCALE=rows_per_scale,
         ROWS=max(triton.next_power_of_2(rows), 8),
-        BLOCK_N=config.columns,
-        PART=8 * config.units,
+        BLOCK_N=config.block_n,
+        PART=config.block_k // (4 * config.warps),
         WARPS=config.warps,
         NATIVE=x.dtype is torch.bfloat16,
         NORM=norm is not None,
