@@ -280,6 +280,7 @@ def _end_turn(turn: str | None, number: int) -> None:
 def _in_processes(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure each backend in its own process: vLLM frees its memory only when the process ends."""
     end, results = time.perf_counter() + arguments.budget, []
+    others = DeviceLock(arguments.turns)
     with tempfile.TemporaryDirectory() as folder:
         processes = {}
         backends = arguments.backends or BACKENDS[arguments.model]
@@ -295,7 +296,6 @@ def _in_processes(arguments: argparse.Namespace) -> dict[str, Any]:
             not Path(f"{turn}.ready").exists() and process.poll() is None for turn, (_, process) in processes.items()
         ):
             time.sleep(0.2)
-        others = DeviceLock(arguments.turns)
         others.acquire()
         for number in range(arguments.rounds):
             for turn, (_, process) in list(processes.items())[:: 1 - 2 * (number % 2)]:

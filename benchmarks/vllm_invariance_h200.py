@@ -99,7 +99,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
             max_model_len=256 if smoke else 4096,
             max_num_seqs=max(batches),
             gpu_memory_utilization=0.1,
-            kv_cache_memory_bytes=(64 << 20) if smoke else (8 << 30),
+            kv_cache_memory_bytes=(64 << 20) if smoke else (4 << 30),
             enable_prefix_caching=False,
             compilation_config={"custom_ops": ["-rotary_embedding"]} if smoke else {},
             **options_of(arguments.one.removesuffix("!")),
