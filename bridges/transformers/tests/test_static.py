@@ -119,6 +119,16 @@ def test_a_cache_that_is_gone_takes_its_pages_along():
     assert len(noted()._places) <= before
 
 
+def test_a_prefill_builds_the_attention_of_decode_steps(monkeypatch):
+    """The second ``generate`` has another cache, and the first step that finds it may be a graph's capture."""
+    made = model("llama")
+    made.set_attn_implementation(NATIVE)
+    cache, ids = StaticCache(CONFIGS["llama"], 32), padded([6])["input_ids"]
+    made(ids, past_key_values=cache)
+    monkeypatch.setattr(static_cache, "_in_new_thread", None)  # cannot build any more
+    made(ids[:, :1], past_key_values=cache)
+
+
 def test_caches_of_two_conversations_are_told_apart():
     """Both are filled before either decodes."""
     made, results = model("llama"), {}

@@ -97,6 +97,8 @@ class AttentionFunction:
             _check_shapes(module, query, key, step, step.columns)
             if step.is_fresh and step.columns > step.queries:  # only a static cache has columns to be written later
                 self._static.register(module.layer_idx, key, value, layer)  # type: ignore[arg-type]
+                if module.layer_idx == module.config.num_hidden_layers - 1:  # type: ignore[operator, union-attr]
+                    self._static.build()  # now: the next step may be one that a CUDA graph captures
             elif step.position is not None and self._static.find(key, value) is not None:
                 begins = step.begins(layer, key.device)
                 return self._static.attend(

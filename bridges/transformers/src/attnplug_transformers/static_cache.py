@@ -173,7 +173,7 @@ class LayerPlace:
 class StaticCaches(threading.local):
     """Registry of the static caches of one thread's models, for one backend request.
 
-    A prefill registers the memory of a cache, layer by layer; the first decode step builds the attention over it.
+    A prefill registers the memory of a cache, layer by layer, and builds the attention over it after the last one.
     Unregistered memory (windows, which transformers moves in every step, and copies by a compiler) is copied to pages
     of the bridge, which all layers of a shape share.
     """
@@ -201,11 +201,14 @@ class StaticCaches(threading.local):
 
     def find(self, key: Tensor, value: Tensor) -> LayerPlace | None:
         """Return the place of a layer's memory; ``None`` if it was not registered."""
-        if self._registered:
-            registered, self._registered = self._registered, []
-            for layers in registered:
-                self._build(layers)
+        self.build()
         return self._places.get((key.data_ptr(), value.data_ptr()))
+
+    def build(self) -> None:
+        """Build the attention over all memory that was registered."""
+        registered, self._registered = self._registered, []
+        for layers in registered:
+            self._build(layers)
 
     def _build(self, registered: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor], LayerSpec]]) -> None:
         groups: dict[CacheShape, list[tuple[Tensor, Tensor]]] = {}
