@@ -67,7 +67,25 @@ def cudagraph_support() -> AttentionCGSupport:
     return _LEVELS[min((graph_level(selection) for selection in remembered()), default=GraphLevel.NEVER)]
 
 
-class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # vLLM is not installed where types are checked
+class BlockSizes:
+    """Block sizes of a backend class: those of the backends selected for the engine."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int | MultipleOf]:
+        return kernel_block_sizes()
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Return 64 if supported, so that kernels look up one page for many rows."""
+        preferred = max(default_block_size, 64)
+        if cls.supports_block_size(preferred):  # type: ignore[attr-defined] # of vLLM's base class
+            return preferred
+        size: int = super().get_preferred_block_size(default_block_size)  # type: ignore[misc]
+        return size
+
+
+# vLLM is not installed where types are checked
+class AttnplugBackend(BlockSizes, AttentionBackend):  # type: ignore[misc]
     """Backend class that vLLM queries for its properties."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
@@ -85,10 +103,6 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # vLLM is not ins
     @staticmethod
     def get_builder_cls() -> type[AttnplugBuilder]:
         return AttnplugBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return kernel_block_sizes()
 
     @staticmethod
     def get_kv_cache_shape(

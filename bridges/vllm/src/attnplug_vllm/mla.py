@@ -21,7 +21,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
     QueryLenSupport,
 )
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 from attnplug import LayerSpec, Refusal, Role
@@ -30,7 +30,7 @@ from attnplug_vllm.geometry import with_exact_lengths
 from attnplug_vllm.host import Feature, refused_mla_prefill, unsupported_features
 from attnplug_vllm.kv_formats import cache_format
 from attnplug_vllm.kv_group import GroupAttention, mla_pools
-from attnplug_vllm.mha import cudagraph_support, kernel_block_sizes
+from attnplug_vllm.mha import BlockSizes, cudagraph_support
 from attnplug_vllm.mla_decode import DecodeGroup, DecodeStep
 from attnplug_vllm.mla_prefill import RaggedPrefill
 from attnplug_vllm.selection import choose, log_group, raise_if_refused
@@ -38,7 +38,8 @@ from attnplug_vllm.settings import SECTION
 from attnplug_vllm.specs import context_ranks, layer_ids, mla_layer, model_of
 
 
-class AttnplugMLABackend(MLACommonBackend):  # type: ignore[misc] # vLLM is not installed where types are checked
+# vLLM is not installed where types are checked
+class AttnplugMLABackend(BlockSizes, MLACommonBackend):  # type: ignore[misc]
     """Backend class that vLLM queries for its properties. The constructor of the first layer selects a backend or
     refuses with every reason, before weights are loaded."""
 
@@ -55,16 +56,6 @@ class AttnplugMLABackend(MLACommonBackend):  # type: ignore[misc] # vLLM is not 
     @staticmethod
     def get_builder_cls() -> type[AttnplugMLABuilder]:
         return AttnplugMLABuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int | MultipleOf]:
-        return kernel_block_sizes()
-
-    @classmethod
-    def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """Return 64 if supported, so that kernels look up one page for many rows."""
-        preferred = max(default_block_size, 64)
-        return preferred if cls.supports_block_size(preferred) else super().get_preferred_block_size(default_block_size)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
+from attnplug_vllm.mha import AttnplugBackend
+from attnplug_vllm.mla import AttnplugMLABackend
 from engines import (
     AGAIN,
     PROMPTS,
@@ -22,6 +24,11 @@ from engines import (
 )
 
 OURS = {"AttnplugImpl"}
+
+
+@pytest.mark.parametrize("backend", [AttnplugBackend, AttnplugMLABackend])
+def test_blocks_have_64_rows_unless_vllms_default_is_larger(backend):
+    assert [backend.get_preferred_block_size(size) for size in (16, 128)] == [64, 128]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
