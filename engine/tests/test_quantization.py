@@ -168,6 +168,52 @@ def test_an_engine_generates_the_tokens_of_transformers(make_oracle, tmp_path):
     assert engine.cache_statistics.hit_tokens > 0
 
 
+def with_large_rows(folder: Path, target: Path, scales: dict[str, torch.Tensor]) -> None:
+    """Write a Llama whose keys and values are 4096 times as large, with the same output, and ``scales`` of a layer."""
+    factors = {"k_proj": 4096.0, "v_proj": 4096.0, "q_proj": 1 / 4096, "o_proj": 1 / 4096}
+    tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        tensors[name] = tensor * factors.get(name.split(".")[-2], 1.0)
+        if name.endswith("q_proj.weight"):
+            tensors |= {name.removesuffix("q_proj.weight") + key: value.clone() for key, value in scales.items()}
+    target.mkdir()
+    (target / "config.json").write_text((folder / "config.json").read_text())
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("scales", "is_kept"),
+    [
+        ({"k_scale": torch.tensor([4096.0]), "v_scale": torch.tensor([4096.0])}, True),
+        ({"k_proj.k_scale": torch.tensor(4096.0), "v_proj.v_scale": torch.tensor(4096.0)}, True),
+        ({"k_scale": torch.tensor([4096.0])}, False),
+        ({}, False),
+    ],
+    ids=["of llm-compressor", "older", "of keys", "none"],
+)
+def test_an_fp8_cache_uses_the_scales_of_the_checkpoint(scales, is_kept, make_oracle, tmp_path):
+    """E5: with its scales, such a cache has the codes of the model with smaller keys and values. Without, it saturates.
+    Other caches do not need them."""
+    folder = make_oracle("llama").folder
+    with_large_rows(folder, tmp_path / "large", scales)
+    prompt = torch.randint(0, 128, (37,), generator=torch.Generator().manual_seed(3)).tolist()
+    options = {"device": "cpu", "dtype": "float32", "page_size": 8, "chunked_prefill_size": 16}
+    for kv_dtype, is_equal in (("fp8", is_kept), ("float32", True)):
+        original, large = (
+            Engine(str(path), kv_dtype=kv_dtype, **options).generate([prompt], max_tokens=12, logprobs=1)[0]
+            for path in (folder, tmp_path / "large")
+        )
+        assert (original == large) is is_equal
+
+
+@pytest.mark.parametrize("value", [torch.zeros(1), torch.tensor([torch.nan]), torch.ones(2)])
+def test_scales_of_a_cache_that_are_refused(value, make_oracle, tmp_path):
+    with_large_rows(make_oracle("llama").folder, tmp_path / "large", {"v_scale": value})
+    with pytest.raises(CheckpointError, check=having(tensor="model.layers.0.self_attn.v_scale")) as caught:
+        load_model(str(tmp_path / "large"), dtype=torch.float32, device="cpu")
+    assert "\n" not in str(caught.value)
+
+
 def test_excluded_modules_are_plain_and_their_neighbours_are_not(make_oracle, make_stage, sequences, tmp_path):
     config = compressed("float-quantized", **FLOAT8, strategy="channel")
     config["ignore"] = ["lm_head", "re:.*v_proj$", "model.layers.0.mlp.up_proj"]

@@ -117,7 +117,9 @@ class ModelRunner:
         serving = replace(serving or Serving(), disable_chunked_prefix_cache=policy.disable_chunked_prefix_cache)
         self.model, self.spec, self.capacity, self.device = model.module, model.spec, capacity, device
         hot = capacity.hot_buffer > 0
-        self.pools = build_pools(model.spec, capacity, dtype, kv_dtype, device, index_dtype, hot=hot)
+        self.pools = build_pools(
+            model.spec, capacity, dtype, kv_dtype, device, index_dtype, scales=model.kv_scales, hot=hot
+        )
         self.coordinator = build_coordinator(self.pools)
         """Brings rows from host memory, if they are kept there. Serves the target only; a draft's rows are on the
         device."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 import torch
@@ -43,13 +43,15 @@ def build_pools(
     device: torch.device,
     index_dtype: str | None = None,
     *,
+    scales: Mapping[int, tuple[float, float]] | None = None,
     hot: bool = False,
 ) -> KVPools:
     """Build the pools that the layers of a rank's ``spec`` need. ``dtype`` is the model's, and that of index keys
-    unless ``index_dtype`` is given. With ``hot``, latent rows, and entries that indexes select, are in host memory, and
+    unless ``index_dtype`` is given. ``scales`` are those of keys and values by layer id, used by formats with a scale
+    per layer. With ``hot``, latent rows, and entries that indexes select, are in host memory, and
     the pools of both hold hot buffers. Raises PoolError if memory does not suffice."""
     try:
-        return _build_pools(spec, capacity, dtype, kv_dtype, device, index_dtype, hot=hot)
+        return _build_pools(spec, capacity, dtype, kv_dtype, device, index_dtype, scales or {}, hot=hot)
     except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError, for CUDA a subclass
         needed = capacity.num_pages * bytes_per_page(
             spec, capacity.page_size, kv_dtype, dtype, index_dtype, drafts=capacity.nodes - 1
@@ -74,12 +76,15 @@ def _build_pools(
     kv_dtype: str,
     device: torch.device,
     index_dtype: str | None,
+    scales: Mapping[int, tuple[float, float]],
     *,
     hot: bool,
 ) -> KVPools:
     pages: _Pages = {"num_pages": capacity.num_pages, "page_size": capacity.page_size, "device": device}
     format, model_dtype = installed_format(kv_dtype), own_dtype(dtype)
-    mha = MHAPool(spec.layers, dtype=format, **pages) if AttentionKind.MHA in spec.kinds else None
+    mha = None
+    if AttentionKind.MHA in spec.kinds:
+        mha = MHAPool(spec.layers, dtype=format, scales=scales if format.layer_scale else None, **pages)
     mla: MLAPool | None = None
     caches: dict[CacheKey[KeyedCache], KeyedCache] = {}
     if hot:

@@ -42,6 +42,13 @@ class Attention(FastModule):
     is faster.
     """
 
+    kv_scales: dict[int, tuple[float, float]]
+    """Stored scales of keys and values in an fp8 cache, by layer id; empty if there are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_scales = {}
+
     def forward(
         self,
         hidden: Tensor,
@@ -306,3 +313,9 @@ class LoadedModel:
     module: Decoder
     spec: ModelSpec
     config: Mapping[str, object]
+
+    @property
+    def kv_scales(self) -> dict[int, tuple[float, float]]:
+        """Stored scales of keys and values in an fp8 cache, by layer id; of layers that have them."""
+        layers = (module for module in self.module.modules() if isinstance(module, Attention))
+        return {layer_id: pair for layer in layers for layer_id, pair in layer.kv_scales.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -111,6 +112,28 @@ class Weights:
         whole = self._source.integers(full_name, shape, below)
         self._note(full_name)
         return whole.to(self.device, copy=True)
+
+    def kv_scales(self) -> tuple[float, float]:
+        """Return the stored scales of an attention layer's keys and values in an fp8 cache; 1.0 if there are none."""
+        return self._kv_scale("k"), self._kv_scale("v")
+
+    def _kv_scale(self, kind: str) -> float:
+        # The second name is that of older checkpoints.
+        name = next(filter(self.holds, (f"{kind}_scale", f"{kind}_proj.{kind}_scale")), None)
+        if name is None:
+            return 1.0
+        full_name = self._prefix + name
+        stored = self._source.stored(full_name)
+        shape = () if stored is not None and not stored.shape else (1,)
+        scale = self._read(name, shape, None, None).item()
+        if not 0 < scale < math.inf:
+            raise CheckpointError(
+                f"the checkpoint {self._source.name!r} has {scale} in {full_name!r}; a scale of cached keys or values "
+                "is finite and positive",
+                self._source.name,
+                full_name,
+            )
+        return scale
 
     def stack(self, suffix: str, parts: Sequence[WeightRows], *in_features: int) -> Tensor:
         """Stack several stored tensors into one, ``[rows of all parts, *in_features]``, for one matrix product."""
