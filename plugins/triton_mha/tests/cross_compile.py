@@ -13,6 +13,8 @@ from dataclasses import asdict
 from typing import Any
 
 import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from attnplug_testing import ahead
 from attnplug_triton_mha.attention import merged_at_once
@@ -26,6 +28,7 @@ from attnplug_triton_mha.configurations import (
     fit_config,
     merge_config,
 )
+from attnplug_triton_mha.gluon_attention import CHUNK, MAX_BOX, attend_extend
 from attnplug_triton_mha.planner import padded
 from attnplug_triton_mha.triton_attention import attend as attend_kernel
 from attnplug_triton_mha.triton_merge import _FEW, _LOADED_SPLITS, _SPLIT_COLUMNS, _SPLIT_TOPS
@@ -122,6 +125,45 @@ def attend(
     return compiled(attend_kernel, sm, constants, options, **{name: f"*{kind}" for name, kind in pointers.items()})
 
 
+def attend_long(
+    sm: int,
+    cut: dict[str, Any],
+    type: str,
+    dim: int = 64,
+    page_size: int = 64,
+    window: int = 0,
+    extras: bool = False,
+    separate_merge: bool = False,
+):
+    """Compile the attention kernel of long prompts."""
+    rows = (
+        f"tensordesc<{type}[{min(page_size, MAX_BOX.value)}, {CHUNK.value}],{gl.NVMMASharedLayout(128, 16, rank=2)!r}>"
+    )
+    constants = {
+        "table_column": 1,
+        "HEADS": KV_HEADS * GROUP,
+        "GROUP": GROUP,
+        "DIM": dim,
+        "V_DIM": dim,
+        "PAGE_SIZE": page_size,
+        **dict.fromkeys(("K_PAGE", "V_PAGE"), page_size),
+        **dict.fromkeys(("K_HEAD", "V_HEAD"), dim),
+        "WINDOW": window,
+        "CAPPED": extras,
+        "SINKS": extras,
+        "LSE": extras,
+        "TILE": cut["tile"],
+        "STEP": cut["step"],
+        "STAGES": cut["stages"],
+        "SEPARATE_MERGE": separate_merge,
+        "OVERLAP": cut["overlap"],
+    }
+    options = {"num_warps": cut["warps"], "launch_pdl": cut["overlap"]}
+    pointers = {"q": f"*{type}", "out": f"*{type}", "keys": rows, "values": rows}
+    kinds = {**POINTERS, **FLOATS, **pointers}
+    return ahead.compiled(attend_extend, sm, kinds, constants, options, ("q_row", "q_head"), GluonASTSource)
+
+
 def merge(sm: int, cut: dict[str, Any], type: str, merging: MergeConfig, dim: int = 256):
     constants = {
         "HEADS": KV_HEADS * GROUP,
@@ -195,7 +237,10 @@ def table() -> Iterator[tuple[str, Any]]:
         number = FORMATS.get(format, 0)
         for entry in (*INVARIANT, *dict.fromkeys(entry for *_, entry in TABLES[number])):
             for dim in (64, 128, 256):
-                cut = asdict(fit_config(entry, MHAKernelLimits(90, 227 << 10, dim, dim, number)))
+                cut = asdict(fit_config(entry, MHAKernelLimits(90, 227 << 10, dim, dim, number, copied=True)))
+                if cut["specialized"]:
+                    yield f"long prompts, {dim}", attend_long(90, cut, "bf16", dim)
+                    continue
                 name = f"{entry.tile:3} x {entry.step}, {entry.warps} warps, {entry.stages} stages, {dim} {format}"
                 yield name, attend(90, cut, "bf16", dim, format=format)
 
@@ -203,8 +248,11 @@ def table() -> Iterator[tuple[str, Any]]:
 def every_kernel(cases: list[dict[str, Any]]) -> Iterator[tuple[int, str, Any]]:
     """Attention kernel of each case; for the tile configuration of the first one on SM 90, also the other kernels."""
     for case in cases:
-        yield case["sm"], "attend", attend(**case)
-    first = next(case for case in cases if case["sm"] == 90)
+        if case["cut"]["specialized"]:
+            yield case["sm"], "attend long prompts", attend_long(**case)
+        else:
+            yield case["sm"], "attend", attend(**case)
+    first = next(case for case in cases if case["sm"] == 90 and not case["cut"]["specialized"])
     cut = first["cut"]
     yield 90, "plan", plan(90, cut, uniform=True, window=0)
     yield 90, "plan of different rows", plan(90, cut, uniform=False, window=100)

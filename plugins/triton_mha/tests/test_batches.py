@@ -13,7 +13,7 @@ from attnplug_conformance.case import LAYER
 from attnplug_testing.batches import with_plan
 from attnplug_testing.devices import DEVICES, nothing_waits
 from attnplug_testing.kernel_scene import KernelScene, lengths, mha, ragged
-from attnplug_triton_mha.configurations import ENTRIES, MHAKernelConfig
+from attnplug_triton_mha.configurations import ENTRIES, TABLE, MHAKernelConfig
 from attnplug_triton_mha.plugin import COUNTERS
 from interpreted_mha import build, check, on, scene, small
 
@@ -29,6 +29,14 @@ class TestBatches:
     @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (EXTEND, 20)])
     def test_a_cap_sinks_and_a_window_at_once(self, mode, new, device):
         check(mha(((90, new), (3, new)), mode, 16, 4, 2, 32, cap=2.0, sinks=True, window=30), device)
+
+    @on_every_device
+    @pytest.mark.parametrize("tile", [16, 64])
+    def test_a_negative_scale(self, tile, device, monkeypatch):
+        """Large tiles look for the largest product before they scale it."""
+        monkeypatch.setattr("attnplug_conformance.case.SCALE", -1.5)
+        config = MHAKernelConfig(tile, 16, 4, 2, programs=2, overlap=False)
+        check(mha(((90, 40), (3, 20)), EXTEND, 16, 4, 2, 32), device, lambda *_: config)
 
     @on_every_device
     def test_the_page_table_is_read_where_it_lies(self, device):
@@ -157,6 +165,34 @@ class TestOnAGPU:
     def test_extend(self, seed, window, device):
         given = ragged(9, 3000, 300, seed)
         check(mha(given, EXTEND, 16, 32, 8, 128, window=window, padding=seed), device)
+
+    @on_a_gpu
+    @pytest.mark.parametrize(
+        ("dim", "changes"),
+        [
+            (64, {"page_size": 16, "window": 100, "cap": 5.0, "sinks": True}),
+            (64, {"page_size": 256, "heads": 16, "kv_heads": 2}),
+            (128, {"padding": 3}),
+            (128, {"page_size": 32, "window": 1000}),
+        ],
+        ids=str,
+    )
+    def test_what_the_kernel_of_long_prompts_supports(self, dim, changes, device):
+        """Prompts are short here, so that float64 is fast; many are split."""
+        long = TABLE[-1][-1]
+        case = mha(ragged(7, 5000, 200, seed=dim), EXTEND, **{"heads": 32, "kv_heads": 8, "head_dim": dim, **changes})
+        stage = check(case, device, lambda *_: long)
+        ((schedule, _),) = stage.backend._metadata(stage.geometry()).schedules.values()
+        assert schedule.configuration.specialized == (torch.cuda.get_device_capability() == (9, 0))
+
+    @on_a_gpu
+    @pytest.mark.parametrize("dim", [64, 128])
+    def test_a_long_prompt_has_the_same_bits_again(self, dim, device):
+        case = mha(((100, 2100), (5000, 40)), EXTEND, heads=8, kv_heads=2, head_dim=dim)
+        stage = scene(case, device, lambda *_: TABLE[-1][-1])
+        first = stage.results()[0]
+        assert relative_error(first, stage.wanted()[0]) <= stage.tolerance
+        assert all(torch.equal(stage.results()[0], first) for _ in range(5))
 
     @on_a_gpu
     @pytest.mark.parametrize("requests", [1, 7, 60, 200])

@@ -14,6 +14,7 @@ from attnplug_testing.devices import INTERPRETED
 from attnplug_testing.triton_mode import compiled_by
 from attnplug_triton_mha.configurations import (
     FORMATS,
+    LONG_ROWS,
     MAX_TILE,
     PACKS,
     TABLES,
@@ -37,7 +38,7 @@ def test_every_shape_finds_its_entry(format):
                 entry = choose(rows, requests, kv_heads, format)
                 assert entry in entries
                 assert entry.tile == 16 or rows > entry.tile // 2, "a tile most of which is never used"
-    assert choose(8192, 1, 8, format) is entries[-1]
+    assert choose(LONG_ROWS, 1, 8, format) is entries[-1] and choose(LONG_ROWS - 1, 1, 8, format) is entries[-2]
 
 
 @INTERPRETED
@@ -122,8 +123,62 @@ def test_what_is_chosen_has_room_by_our_own_count(format, sm, dim):
         assert rows <= SHARED[sm] and found.tile >= 16 and found.step >= 16
         assert (found.overlap, found.prefetch) == ((True, entry.prefetch) if sm >= 90 else (False, 0))
         if sm == 90 and dim <= 128:
-            wanted = replace(entry, warps=4) if dim == 64 and entry.tile == MAX_TILE else entry
+            wanted = TABLES[format][-2][-1] if entry.specialized else entry
+            wanted = replace(wanted, warps=4) if dim == 64 and entry.tile == MAX_TILE else wanted
             assert found == wanted, "the table is for this GPU"
+
+
+@pytest.mark.parametrize(
+    ("changes", "short", "long"),
+    [
+        ({}, False, True),
+        ({"width": 128}, False, True),
+        ({"width": 128, "v_width": 128}, True, True),
+        ({"sm": 80}, False, False),
+        ({"sm": 100, "width": 128, "v_width": 128}, False, False),
+        ({"width": 256}, False, False),
+        ({"v_width": 32}, False, False),
+        ({"format": 1, "width": 128, "v_width": 128}, False, False),
+        ({"copied": False}, False, False),
+    ],
+    ids=str,
+)
+def test_prompts_have_the_specialized_kernel_where_it_runs_and_is_faster(changes, short, long):
+    """SM 90, 16 bits, chunks of 64 columns, and rows that TMA can copy; from a length on, or if heads are wide."""
+    limits = replace(MHAKernelLimits(90, SHARED[90], 64, 64, 0, copied=True), **changes)
+    found = [fit_config(choose(rows, 1, 8, 0), limits) for rows in (64, LONG_ROWS - 1, LONG_ROWS)]
+    assert [each.specialized for each in found] == [False, short, long]
+    assert (found[1] == found[2]) == (short == long)
+
+
+def test_rows_that_tma_copies():
+    """Token-major pages of 16 rows or more, at equal distances; otherwise the rows are loaded."""
+    from attnplug_triton_mha.attention import CopiedRows
+
+    pages = torch.arange(5 * 32 * 2 * 64).view(5, 32, 2, 64).bfloat16()
+    head_major = pages.transpose(1, 2).contiguous().transpose(1, 2)
+    both = torch.stack([pages, pages], 1)[:, 1]
+    for given in (pages, both):
+        copied = CopiedRows.of(given)
+        assert copied.rows.block_shape == [32, 64]
+        at = copied.rows.base.as_strided(
+            (5, 32, 2, 64), (copied.page * given.stride(1), given.stride(1), copied.head, 1)
+        )
+        assert torch.equal(at, given) and at.data_ptr() == given.data_ptr()
+        assert copied.rows.shape[0] > 4 * copied.page + 31 and copied.rows.shape[1] >= copied.head + 64
+    wider = torch.zeros(5, 33, 2, 72, dtype=torch.bfloat16)
+    refused = {
+        "columns apart": pages.transpose(2, 3).contiguous().transpose(2, 3),
+        "32 bits": pages.float(),
+        "float16": pages.half(),
+        "head-major": head_major,
+        "80 columns": torch.zeros(5, 32, 2, 80, dtype=torch.bfloat16),
+        "pages of 8": pages[:, :8],
+        "pages of 24": pages[:, :24],
+        "not aligned": wider[:, :32, :, 4:68],
+        "pages at other distances": wider.view(-1).as_strided((5, 32, 2, 64), (2 * 72 * 32 + 8, 144, 72, 1)),
+    }
+    assert not [name for name, given in refused.items() if CopiedRows.of(given) is not None]
 
 
 @pytest.mark.cross_compile
@@ -141,6 +196,8 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
         (89, 4, 1, "bf16", 80, 16, {**fp8, "extras": True}),
         (86, 8000, 1, "bf16", 128, 64, {"extras": True}),
         (90, 8000, 1, "bf16", 64, 16, {"window": 100}),
+        (90, LONG_ROWS, 1, "bf16", 64, 64, {}),
+        (90, LONG_ROWS, 1, "bf16", 128, 16, {"extras": True, "window": 100, "separate_merge": True}),
         (80, 64, 1, "fp16", 128, 16, {"tree": True}),
         (90, 16, 1, "bf16", 128, 64, {"tree": True, "extras": True}),
         (90, 8000, 1, "bf16", 128, 64, {**fp8, "separate_merge": True}),
@@ -156,11 +213,13 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
     ):
         format = FORMATS.get(more.get("format"), 0)
         width = padded(dim, PACKS[format])
-        cut = fit_config(choose(rows, requests, 8, format), MHAKernelLimits(sm, SHARED[sm], width, width, format))
+        limits = MHAKernelLimits(sm, SHARED[sm], width, width, format, copied=True)
+        cut = fit_config(choose(rows, requests, 8, format), limits)
         wanted.append({"sm": sm, "cut": asdict(cut), "type": kind, "dim": dim, "page_size": page_size, **more})
     compiled = compiled_by(Path(__file__).with_name("cross_compile.py"), json.dumps(wanted))
     assert {(sm, kernel) for sm, kernel, _ in compiled} == {
         *((sm, "attend") for sm in (80, 86, 89, 90, 100, 120)),
+        (90, "attend long prompts"),
         *((90, kernel) for kernel in ("plan", "plan of different rows", "merge")),
         *((90, f"{kernel} splits") for kernel in ("attend by", "plan of", "merge of")),
     }

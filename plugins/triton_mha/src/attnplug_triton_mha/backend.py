@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from attnplug_triton_mha.configurations import (
     fit_invariant,
     max_partial_rows,
 )
+from attnplug_triton_mha.gluon_attention import GROUP_ROWS
 from attnplug_triton_mha.planner import SplitKVSchedule, TritonLayerShape, max_split_rows
 from attnplug_triton_mha.scratch import SplitPartials, SplitScratch
 
@@ -81,8 +82,10 @@ class TritonMHABackend(PlannedAttention):
             multiprocessors = properties.multi_processor_count
             sm = 10 * properties.major + properties.minor
             shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined] # torch's stub lacks it
+            copied = all(cache.copied is not None for cache in self._caches.values())
             self._limits = {
-                shape: MHAKernelLimits(sm, shared, shape.width, shape.v_width, shape.format) for shape in self._shapes
+                shape: MHAKernelLimits(sm, shared, shape.width, shape.v_width, shape.format, copied)
+                for shape in self._shapes
             }
         self._multiprocessors = multiprocessors
         width = max(shape.v_width for shape in self._shapes)
@@ -127,7 +130,10 @@ class TritonMHABackend(PlannedAttention):
             most = scratch.max_rows(shape.v_width) // shape.kv_heads
             schedule = SplitKVSchedule.reserve(shape, config, geometry, self._multiprocessors, most)
             rows = schedule.partial_rows * shape.kv_heads
-            schedules[shape] = schedule, scratch.partials(rows, shape.v_width, rows // config.tile or 1)
+            schedules[shape] = (
+                schedule,
+                scratch.partials(rows, shape.v_width, rows // min(config.tile, GROUP_ROWS.value) or 1),
+            )
         slots = torch.empty(geometry.rows, dtype=torch.int64, device=self._device)
         barrier = torch.empty(1, dtype=torch.int32, device=self._device)
         padded = geometry.new_lens is not None and geometry.host is None
@@ -139,7 +145,10 @@ class TritonMHABackend(PlannedAttention):
             return next((each for each in invariant if rows <= each.tile), invariant[-1])
         config = self._choose(rows, geometry.requests, shape.kv_heads, shape.format)
         limits = self._limits.get(shape)
-        return config if limits is None else fit_config(config, limits)
+        if limits is None:
+            return config
+        # ``gluon_attention`` does not read trees.
+        return fit_config(config, limits if geometry.tree is None else replace(limits, copied=False))
 
     def _fill(self, metadata: TritonMHAMetadata, geometry: Geometry) -> None:
         slots = metadata.slots if geometry.slots is None else None
