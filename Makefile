@@ -169,7 +169,7 @@ $(VENV)/flashattention/2.%: | $(VENV)/installed
 $(VENV)-%/installed: bridges/%/tests/hosted/requirements.txt bridges/%/pyproject.toml core/pyproject.toml
 	$(PYTHON) -m venv $(VENV)-$*
 	$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --requirement $< $(HOST_$*)
-	$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e ./core -e ./testing -e ./tune -e ./bridges/$* -e ./plugins/sparse -e ./plugins/triton_mla -e ./plugins/kv_formats
+	$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e ./core -e ./testing -e ./tune -e ./bridges/$* -e ./plugins/sparse -e ./plugins/triton_mha -e ./plugins/triton_mla -e ./plugins/kv_formats
 	@touch $@
 
 clean:

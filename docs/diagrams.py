@@ -37,7 +37,8 @@ def packages() -> str:
             at[name] = (left + place * (wide + 12), height - (level + 1) * (high + gap) + 50 - high + 10)
     shapes = []
     for name, needed in requires.items():
-        for other in needed - {each for one in needed for each in requires[one]}:  # not what another one brings
+        # Not what another one brings.
+        for other in sorted(needed - {each for one in needed for each in requires[one]}):
             (x, y), (to_x, to_y) = at[name], at[other]
             shapes.append(_arrow(x + wide / 2, y + high, to_x + wide / 2, to_y))
     for name, (x, y) in at.items():

@@ -15,12 +15,15 @@ from typing import Any
 
 import triton
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from attnplug_sparse.index.triton_schedule import _plan
 from attnplug_testing import ahead
+from attnplug_triton_mha.gluon_attention import CHUNK, MAX_BOX
 from attnplug_triton_mla.configurations import ENTRIES, INVARIANT, INVARIANT_WIDE, RAGGED, TABLES, MLAKernelConfig
 from attnplug_triton_mla.gluon_low import attend_low
+from attnplug_triton_mla.gluon_ragged import attend_ragged_rows
 from attnplug_triton_mla.gluon_wide import attend_wide
 from attnplug_triton_mla.ragged import RaggedConfig
 from attnplug_triton_mla.triton_attention import attend as attend_triton
@@ -52,7 +55,7 @@ def compiled(kernel, sm: int, constants: dict[str, object], options: dict[str, o
         constants,
         options,
         ("q_row", "q_head", "q_rope_row", "q_rope_head"),
-        GluonASTSource if kernel in (attend_low, attend_wide) else ASTSource,
+        GluonASTSource if kernel in (attend_low, attend_wide, attend_ragged_rows) else ASTSource,
     )
 
 
@@ -181,6 +184,28 @@ def ragged(sm: int, config: RaggedConfig, nope: int, rope: int, value: int):
     return compiled(attend_ragged, sm, constants, {"num_warps": config.warps, "num_stages": config.stages}, **kinds)
 
 
+def specialized_ragged(sm: int, config: RaggedConfig, nope: int, rope: int, value: int):
+    rows = f"tensordesc<bf16[{MAX_BOX.value}, {CHUNK.value}],{gl.NVMMASharedLayout(128, 16, rank=2)!r}>"
+    pointers = {
+        **dict.fromkeys(("tiles", "query_indptr", "kv_indptr"), "*i32"),
+        **dict.fromkeys(("q", "out"), "*bf16"),
+        **dict.fromkeys(("keys", "values"), rows),
+    }
+    constants = {
+        "HEADS": 16,
+        "DIM": nope + rope,
+        "V_DIM": value,
+        "K_HEAD_COLUMNS": nope + rope,
+        "V_HEAD_COLUMNS": nope + value,
+        "TILE": config.tile,
+        "STEP": config.step,
+        "STAGES": config.stages,
+        "CAUSAL": True,
+        "LSE": True,
+    }
+    return compiled(attend_ragged_rows, sm, constants, {"num_warps": config.warps}, **pointers)
+
+
 def resources(made) -> str:
     """Registers of a thread, bytes spilled and shared memory, on SM 90."""
     registers, spilled = ahead.resources(made)
@@ -219,7 +244,11 @@ def every_kernel(cases: list[dict[str, Any]]) -> Iterator[tuple[int, str, Any]]:
     """Attention kernel of each case; for the tile configuration of the first one on SM 90, also the other kernels."""
     for case in cases:
         if "ragged" in case:
-            yield case["sm"], "ragged", ragged(case["sm"], RaggedConfig(*case["ragged"]), *case["dims"])
+            config = RaggedConfig(*case["ragged"])
+            if config.specialized:
+                yield case["sm"], "specialized ragged", specialized_ragged(case["sm"], config, *case["dims"])
+            else:
+                yield case["sm"], "ragged", ragged(case["sm"], config, *case["dims"])
         else:
             yield case["sm"], case["cut"]["kernel"], attend(**case)
     first = next(case for case in cases if case["sm"] == 90 and "cut" in case)

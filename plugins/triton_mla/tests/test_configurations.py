@@ -145,14 +145,16 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
         found = fit_config(entry, limits(sm, format))
         case = {"sm": sm, "cut": asdict(found), "q": q, "format": format, "page_size": page_size}
         wanted.append({**case, "apart": apart, "tree": bool(tree), "selected": tree is None})
-    for sm, nope, rope, value in ((80, 128, 64, 128), (90, 256, 0, 256), (100, 256, 0, 256), (120, 128, 64, 128)):
-        ragged = fit_ragged(SHARED[sm], (nope + rope, value))
+    ragged_cases = (80, 128, 64, 128), (90, 128, 64, 128), (90, 256, 0, 256), (100, 256, 0, 256), (120, 128, 64, 128)
+    for sm, nope, rope, value in ragged_cases:
+        ragged = fit_ragged(sm, SHARED[sm], (nope + rope, value))
         wanted.append({"sm": sm, "ragged": astuple(ragged), "dims": (nope, rope, value)})
     compiled = compiled_by(Path(__file__).with_name("cross_compile.py"), json.dumps(wanted))
     around = {"plan", "plan of different rows", "merge", "plan of splits", "merge of splits"}
     assert {(sm, kernel) for sm, kernel, _ in compiled} == {
         *((sm, "triton") for sm in (80, 89, 90, 100, 120)),
         *((sm, "ragged") for sm in (80, 90, 100, 120)),
+        (90, "specialized ragged"),
         *((90, kernel) for kernel in ("low", "wide", "triton by splits", "wide by splits", *around)),
     }
     for sm, kernel, taken in compiled:

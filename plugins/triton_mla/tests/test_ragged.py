@@ -34,6 +34,11 @@ def attended(q, k, v, call, scale):
     return torch.cat(outs), torch.cat(lses)
 
 
+def sm() -> int:
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
 class Rows:
     """Arguments of one ragged call."""
 
@@ -41,7 +46,7 @@ class Rows:
         dims = MLADims(kv_lora_rank=32, qk_nope_head_dim=nope, qk_rope_head_dim=rope)
         self.layer = LayerSpec(0, AttentionKind.MLA, heads, heads, nope + rope, value, 0.11, mla=dims)
         self.call = RaggedCall.of(0, queries, keys, causal=causal, device=torch.device(device))
-        self.config = SMALL if device == "cpu" else fit_ragged(227 << 10, (nope + rope, value))
+        self.config = SMALL if device == "cpu" else fit_ragged(sm(), 227 << 10, (nope + rope, value))
         self.tolerance = 1e-5 if device == "cpu" else 1e-2
         random = torch.Generator(device).manual_seed(1)
         dtype = torch.float32 if device == "cpu" else torch.bfloat16

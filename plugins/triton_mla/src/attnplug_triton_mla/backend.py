@@ -99,9 +99,10 @@ class TritonMLABackend(SparseAttention):
             properties = torch.cuda.get_device_properties(device)
             multiprocessors = properties.multi_processor_count
             shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined] # torch's stub lacks it
-            ragged = ragged or fit_ragged(shared, shape.ragged_dims)
+            sm = 10 * properties.major + properties.minor
+            ragged = ragged or fit_ragged(sm, shared, shape.ragged_dims)
             self._limits = MLAKernelLimits(
-                10 * properties.major + properties.minor,
+                sm,
                 shared,
                 shape.dims.row_dim * shape.dtype.itemsize,
                 first.row_bytes,

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 import torch
 import triton
 from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as SwizzledDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnplug import LayerSpec, MLAShape, RaggedCall
+from attnplug_triton_mha.gluon_attention import CHUNK, swizzled_rows
+from attnplug_triton_mla.gluon_ragged import attend_ragged_rows
 from attnplug_triton_mla.triton_ragged import attend_ragged, order_tiles
 
 _LOG2_E = 1.4426950408889634
@@ -18,6 +21,8 @@ _LEAST_WIDTH = 16  # of a matrix product
 MAX_WIDTH = 256
 """Maximum width of a head: nope and rope together, and values."""
 _WIDTH_OF_THREE_STAGES = 320
+_MAX_WIDTHS = 192, 128
+"""Maximum (key, value) widths of ``gluon_ragged``, by shared memory and registers."""
 _COPIED = 16
 """Alignment in bytes of rows and heads that TMA copies."""
 
@@ -26,13 +31,14 @@ _COPIED = 16
 class RaggedConfig:
     """Query rows per tile, key rows per step, and launch parameters.
 
-    The fastest of nine configurations on an H200, for 16 heads of 192 and 128 columns over 8192 tokens.
+    ``specialized``: use ``gluon_ragged`` instead of ``triton_ragged``.
     """
 
     tile: int = 128
     step: int = 64
     warps: int = 8
     stages: int = 3
+    specialized: bool = False
 
 
 def supports_ragged(shape: MLAShape) -> bool:
@@ -41,8 +47,16 @@ def supports_ragged(shape: MLAShape) -> bool:
     return max(shape.ragged_dims) <= MAX_WIDTH and not nope_bytes % _COPIED
 
 
-def fit_ragged(shared_bytes: int, dims: tuple[int, int]) -> RaggedConfig:
-    """Return the configuration for a GPU's shared memory per program, and (key, value) widths of heads."""
+def fit_ragged(sm: int, shared_bytes: int, dims: tuple[int, int]) -> RaggedConfig:
+    """Return the configuration for a GPU's version, its shared memory per program, and (key, value) widths of heads."""
+    width, v_width = dims
+    if (
+        sm == 90
+        and not any(each % CHUNK.value for each in dims)
+        and width <= _MAX_WIDTHS[0]
+        and v_width <= _MAX_WIDTHS[1]
+    ):
+        return RaggedConfig(step=128, warps=4, stages=2, specialized=True)
     if shared_bytes < 200 << 10:
         return RaggedConfig(64, 32, 4, 2)
     return RaggedConfig(stages=3 if sum(dims) <= _WIDTH_OF_THREE_STAGES else 2)
@@ -83,6 +97,9 @@ def launch_ragged(
     nope = q.shape[2] - rope
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
     out = (q.new_empty if call.padded_rows is None else q.new_zeros)(q.shape[0], heads, v.shape[2])
+    if config.specialized:
+        _launch_specialized(q, k, v, out, layer.scale, call, tiles, config, lse)
+        return out
     wide, narrow, value = (max(triton.next_power_of_2(width), _LEAST_WIDTH) for width in (nope, rope, v.shape[2]))
     queries, keys = _rows(q[..., :nope], config.tile, wide), _rows(k[..., :nope], config.step, wide)
     rope_queries, rope_keys = queries, keys
@@ -114,6 +131,53 @@ def launch_ragged(
         num_stages=config.stages,
     )
     return out
+
+
+def _launch_specialized(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    scale: float,
+    call: RaggedCall,
+    tiles: Tensor,
+    config: RaggedConfig,
+    lse: Tensor | None,
+) -> None:
+    heads = q.shape[1]
+    if scale < 0:  # the kernel scales the largest product
+        q, scale = -q, -scale
+    attend_ragged_rows[(heads, len(tiles))](
+        q,
+        _columns(k),
+        _columns(v),
+        out,
+        out if lse is None else lse,
+        tiles,
+        call.query_indptr,
+        call.kv_indptr,
+        q.stride(0),
+        q.stride(1),
+        scale * _LOG2_E,
+        HEADS=heads,
+        DIM=k.shape[2],
+        V_DIM=v.shape[2],
+        K_HEAD_COLUMNS=k.stride(1),
+        V_HEAD_COLUMNS=v.stride(1),
+        TILE=config.tile,
+        STEP=config.step,
+        STAGES=config.stages,
+        CAUSAL=call.causal,
+        LSE=lse is not None,
+        num_warps=config.warps,
+    )
+
+
+def _columns(tensor: Tensor) -> SwizzledDescriptor:
+    """Return a descriptor of rows ``[rows, heads, width]``, with the columns of all heads side by side."""
+    count, heads, width = tensor.shape
+    row, head, _ = tensor.stride()
+    return swizzled_rows(tensor.as_strided((count, (heads - 1) * head + width), (row, 1)))
 
 
 def _rows(tensor: Tensor, rows: int, width: int) -> TensorDescriptor:
