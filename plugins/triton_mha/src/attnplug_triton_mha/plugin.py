@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 from attnplug import (
@@ -76,8 +76,9 @@ def attnplug_workspace_kinds() -> list[WorkspaceKind]:
     return [COUNTERS]
 
 
-def _fp8_refusals(problem: Problem) -> Iterator[Refusal]:
-    if problem.kv_dtype in FP8_FORMATS and problem.sm is not None and problem.sm < FP8_SM:
+def fp8_refusals(problem: Problem, formats: Set[str]) -> Iterator[Refusal]:
+    """Yield a refusal if the cache is in one of ``formats``, which store fp8, and the GPU cannot convert it."""
+    if problem.kv_dtype in formats and problem.sm is not None and problem.sm < FP8_SM:
         message = f"a cache in {problem.kv_dtype} requires SM {FP8_SM} or newer; this GPU is SM {problem.sm}"
         allowed = sorted([NVFP4, *(str(dtype) for dtype in DTYPES if problem.dtype in (None, dtype))])
         yield Refusal(RefusalCode.KV_DTYPE, message, str(problem.kv_dtype), allowed, Setting.KV_DTYPE)
@@ -85,7 +86,7 @@ def _fp8_refusals(problem: Problem) -> Iterator[Refusal]:
 
 def refusals(problem: Problem, role: Role | None, options: None) -> Iterator[Refusal]:
     """Yield refusals that capabilities cannot express: head dims, and fp8 on older GPUs."""
-    yield from _fp8_refusals(problem)
+    yield from fp8_refusals(problem, FP8_FORMATS)
     if role is None or role is Role.LINEAR or problem.model is None:
         return
     given = {(layer.head_dim, layer.v_head_dim): None for layer in problem.model.full_layers if layer.mla is None}

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from attnplug import DType, MLAPool, PoolError
 from attnplug_sparse.plugin import FP8_DS_MLA
+from attnplug_triton_mha.plugin import NVFP4
 from attnplug_triton_mla.configurations import RowFormat
 from attnplug_triton_mla.gluon_low import attend_low
 from attnplug_triton_mla.gluon_wide import attend_wide
 from attnplug_triton_mla.planner import MLASchedule
-from attnplug_triton_mla.plugin import FP8_PER_TOKEN_HEAD, NVFP4
+from attnplug_triton_mla.plugin import FP8_PER_TOKEN_HEAD
 from attnplug_triton_mla.scratch import MLAPartials
 from attnplug_triton_mla.triton_attention import attend
 

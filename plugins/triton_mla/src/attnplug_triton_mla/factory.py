@@ -6,7 +6,7 @@ from importlib import import_module
 
 from attnplug import AttentionBackend, BackendContext
 from attnplug.kernels import import_library
-from attnplug_triton_mla.plugin import LIBRARY
+from attnplug_triton_mha.plugin import LIBRARY
 
 import_library(lambda: import_module("triton.language"), LIBRARY)
 

@@ -16,22 +16,16 @@ from attnplug import (
     GraphLevel,
     Problem,
     Refusal,
-    RefusalCode,
     Role,
-    Setting,
     WorkspaceKind,
     hookimpl,
 )
 from attnplug_sparse.plugin import FP8_DS_MLA
 from attnplug_sparse.refusals import index_refusals
+from attnplug_triton_mha.plugin import DTYPES, LIBRARY, NVFP4, fp8_refusals
 
-DTYPES = frozenset({DType.BFLOAT16, DType.FLOAT16})
-FP8_PER_TOKEN_HEAD, NVFP4 = "fp8_per_token_head", "nvfp4"
-"""Formats of ``attnplug-kv-formats``."""
+FP8_PER_TOKEN_HEAD = "fp8_per_token_head"
 FP8_FORMATS = frozenset({str(DType.FLOAT8_E4M3), FP8_PER_TOKEN_HEAD, FP8_DS_MLA.name})
-FP8_SM = 89
-"""First compute capability with an instruction that converts float8_e4m3fn."""
-LIBRARY = "triton>=3.6,<4"
 COUNTERS = WorkspaceKind("triton-mla-counters", zeroed=True)
 """Arrival counters of split-KV programs: zero before and after each call."""
 
@@ -85,14 +79,7 @@ def attnplug_workspace_kinds() -> list[WorkspaceKind]:
     return [COUNTERS]
 
 
-def _fp8_refusals(problem: Problem) -> Iterator[Refusal]:
-    if problem.kv_dtype in FP8_FORMATS and problem.sm is not None and problem.sm < FP8_SM:
-        message = f"a cache in {problem.kv_dtype} requires SM {FP8_SM} or newer; this GPU is SM {problem.sm}"
-        allowed = sorted([*(str(dtype) for dtype in DTYPES if problem.dtype in (None, dtype)), NVFP4])
-        yield Refusal(RefusalCode.KV_DTYPE, message, str(problem.kv_dtype), allowed, Setting.KV_DTYPE)
-
-
 def refusals(problem: Problem, role: Role | None, options: None) -> Iterator[Refusal]:
     """Yield refusals that capabilities cannot express: unsupported sparse indexes, and fp8 on older GPUs."""
-    yield from _fp8_refusals(problem)
+    yield from fp8_refusals(problem, FP8_FORMATS)
     yield from index_refusals(problem, role)

@@ -44,6 +44,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug_sparse.index.triton_schedule import begin_stretch, next_tile, rows_of_part
 from attnplug_sparse.index.triton_splits import power_of_two, split_rows, splits_before, to_power_of_two
+from attnplug_triton_mha.triton_rows import fp16_of_pairs
 from attnplug_triton_mla.triton_merge import LN_2, log2_sum, merge_tile, parts_of_tile, slot_of_part
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -68,23 +69,6 @@ def _load_quarters(at, column, there):
 @triton.jit
 def _even_and_odd(of):
     return tl.split(tl.reshape(of, [of.shape[0], of.shape[1] // 2, 2]))
-
-
-@triton.jit
-def _fp16_of_pairs(pairs):
-    """Convert the lower and the upper fp8 element of every 16 bits to fp16."""
-    if _INTERPRETED:
-        lower, upper = (pairs & 255).to(tl.uint8), (pairs >> 8).to(tl.uint8)
-        lower, upper = lower.to(tl.float8e4nv, bitcast=True), upper.to(tl.float8e4nv, bitcast=True)
-        return lower.to(tl.float16), upper.to(tl.float16)
-    # The same in three instructions for the four numbers of a register, where the compiler makes ten of the above: move
-    # both lower bytes to the front, then convert each half.
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 sorted; .reg .b16 lower, upper;"
-        "prmt.b32 sorted, $2, 0, 0x3120; mov.b32 {lower, upper}, sorted;"
-        "cvt.rn.f16x2.e4m3x2 $0, lower; cvt.rn.f16x2.e4m3x2 $1, upper; }",
-        "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -158,8 +142,8 @@ def _load_latent(
         quads = _load(at_16_bits, column, there)
         rows = _fp16_of_quads(quads, _for_groups(lower, RANK // 4), _for_groups(upper, RANK // 4), is_upper)
     else:
-        rows_0, rows_1 = _fp16_of_pairs(_load(at_16_bits, column, there))
-        rows_2, rows_3 = _fp16_of_pairs(_load(at_16_bits + RANK // 4, column, there))
+        rows_0, rows_1 = fp16_of_pairs(_load(at_16_bits, column, there))
+        rows_2, rows_3 = fp16_of_pairs(_load(at_16_bits + RANK // 4, column, there))
         if FORMAT == "fp8_ds_mla":
             scales_at, group = (at + SCALE_AT).to(tl.pointer_type(tl.float32)), tl.arange(0, RANK // 256)
             lower = _for_groups(_load(scales_at, group, there), RANK // 4)
@@ -349,7 +333,7 @@ def attend(
                     dot_rope = tl.dot(rope_part, tl.trans(rope))
                 elif FORMAT == "fp8" and ROPE > 0:
                     rope_at = slot_at.to(tl.pointer_type(tl.uint16)) + RANK // 2
-                    rope_0, rope_1 = _fp16_of_pairs(_load(rope_at, tl.arange(0, ROPE // 2), there))
+                    rope_0, rope_1 = fp16_of_pairs(_load(rope_at, tl.arange(0, ROPE // 2), there))
                     dot_2, dot_3 = tl.dot(q_rope_0, tl.trans(rope_0), dot_2), tl.dot(q_rope_1, tl.trans(rope_1), dot_3)
                 elif ROPE > 0:
                     dot_3 = tl.dot(rope_part, tl.trans(_load(slot_at + RANK, rope_column, there)), dot_3)
