@@ -168,33 +168,50 @@ def test_an_engine_generates_the_tokens_of_transformers(make_oracle, tmp_path):
     assert engine.cache_statistics.hit_tokens > 0
 
 
-def with_large_rows(folder: Path, target: Path, scales: dict[str, torch.Tensor]) -> None:
-    """Write a Llama whose keys and values are 4096 times as large, with the same output, and ``scales`` of a layer."""
-    factors = {"k_proj": 4096.0, "v_proj": 4096.0, "q_proj": 1 / 4096, "o_proj": 1 / 4096}
+def with_large_rows(folder: Path, target: Path, scales: dict[str, torch.Tensor]) -> Path:
+    """Write a model whose cached rows are 4096 times as large, with the same output, and ``scales`` of a layer."""
+    up, down = 4096.0, 1 / 4096
+    factors = {"k_proj": up, "v_proj": up, "q_proj": down, "o_proj": down}
+    stored = load_file(folder / "model.safetensors")
+    if latent := any("kv_b_proj" in name for name in stored):
+        factors = {"kv_a_layernorm": up, "kv_b_proj": down}
     tensors = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        tensors[name] = tensor * factors.get(name.split(".")[-2], 1.0)
-        if name.endswith("q_proj.weight"):
-            tensors |= {name.removesuffix("q_proj.weight") + key: value.clone() for key, value in scales.items()}
+    for name, tensor in stored.items():
+        module = name.split(".")[-2]
+        tensors[name] = tensor = tensor * factors.get(module, 1.0)
+        if latent and module == "kv_a_proj_with_mqa":
+            tensor[-8:] *= up  # rotary columns; the latent ones are normed
+        if latent and module == "q_b_proj":
+            tensor.view(4, 24, -1)[:, -8:] *= down
+        if module == "o_proj":
+            tensors |= {name.removesuffix("o_proj.weight") + key: value.clone() for key, value in scales.items()}
     target.mkdir()
     (target / "config.json").write_text((folder / "config.json").read_text())
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+LARGE = {"k_scale": torch.tensor([4096.0]), "v_scale": torch.tensor([4096.0])}
 
 
 @pytest.mark.parametrize(
-    ("scales", "is_kept"),
+    ("model_type", "scales", "is_kept"),
     [
-        ({"k_scale": torch.tensor([4096.0]), "v_scale": torch.tensor([4096.0])}, True),
-        ({"k_proj.k_scale": torch.tensor(4096.0), "v_proj.v_scale": torch.tensor(4096.0)}, True),
-        ({"k_scale": torch.tensor([4096.0])}, False),
-        ({}, False),
+        ("llama", LARGE | {"q_scale": torch.tensor([2.0])}, True),
+        ("llama", {"k_proj.k_scale": torch.tensor(4096.0), "v_proj.v_scale": torch.tensor(4096.0)}, True),
+        ("llama", {f"qkv_proj.{name}": scale for name, scale in LARGE.items()}, True),
+        ("llama", {"kv_scale": torch.tensor(4096.0)}, True),
+        ("llama", {"k_scale": torch.tensor([4096.0])}, False),
+        ("llama", {}, False),
+        ("deepseek_v3", LARGE, True),
+        ("deepseek_v3", {}, False),
     ],
-    ids=["of llm-compressor", "older", "of keys", "none"],
+    ids=["of llm-compressor", "of ModelOpt", "stacked", "of AutoFP8", "of keys", "none", "MLA", "MLA, none"],
 )
-def test_an_fp8_cache_uses_the_scales_of_the_checkpoint(scales, is_kept, make_oracle, tmp_path):
-    """E5: with its scales, such a cache has the codes of the model with smaller keys and values. Without, it saturates.
-    Other caches do not need them."""
-    folder = make_oracle("llama").folder
+def test_an_fp8_cache_uses_the_scales_of_the_checkpoint(model_type, scales, is_kept, shared_oracle, tmp_path):
+    """E5: with its scales, such a cache has the codes of the model with smaller rows. Without, it saturates. Other
+    caches do not need them."""
+    folder = shared_oracle(model_type).folder
     with_large_rows(folder, tmp_path / "large", scales)
     prompt = torch.randint(0, 128, (37,), generator=torch.Generator().manual_seed(3)).tolist()
     options = {"device": "cpu", "dtype": "float32", "page_size": 8, "chunked_prefill_size": 16}
@@ -204,6 +221,16 @@ def test_an_fp8_cache_uses_the_scales_of_the_checkpoint(scales, is_kept, make_or
             for path in (folder, tmp_path / "large")
         )
         assert (original == large) is is_equal
+
+
+def test_an_fp8_cache_of_a_draft_uses_the_scales_of_its_checkpoint(shared_oracle, tmp_path):
+    """E5: all of its proposals are those of the target, whose rows are small."""
+    folder = shared_oracle("llama").folder
+    draft = with_large_rows(folder, tmp_path / "large", LARGE)
+    speculation = {"speculative_algorithm": "standalone", "speculative_draft_model": str(draft)}
+    engine = Engine(str(folder), device="cpu", dtype="float32", kv_dtype="fp8", **speculation)
+    engine.generate([list(range(37))], max_tokens=12)
+    assert engine.statistics.rounds.acceptance == 1.0
 
 
 @pytest.mark.parametrize("value", [torch.zeros(1), torch.tensor([torch.nan]), torch.ones(2)])

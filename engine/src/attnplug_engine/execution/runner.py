@@ -38,7 +38,7 @@ from attnplug_engine.execution.two_batch import LANES, TwoBatch
 from attnplug_engine.kernels.invariant import arithmetic
 from attnplug_engine.memory.capacity import Capacity
 from attnplug_engine.memory.pools import build_coordinator, build_pools
-from attnplug_engine.models.decoder import LoadedModel
+from attnplug_engine.models.decoder import LoadedModel, kv_scales
 from attnplug_engine.parallel.collectives import SINGLE, TensorParallel
 from attnplug_engine.scheduling.slot_table import build_table
 from attnplug_engine.scheduling.state_allocator import StateAllocator
@@ -118,7 +118,7 @@ class ModelRunner:
         self.model, self.spec, self.capacity, self.device = model.module, model.spec, capacity, device
         hot = capacity.hot_buffer > 0
         self.pools = build_pools(
-            model.spec, capacity, dtype, kv_dtype, device, index_dtype, scales=model.kv_scales, hot=hot
+            model.spec, capacity, dtype, kv_dtype, device, index_dtype, scales=kv_scales(model.module), hot=hot
         )
         self.coordinator = build_coordinator(self.pools)
         """Brings rows from host memory, if they are kept there. Serves the target only; a draft's rows are on the

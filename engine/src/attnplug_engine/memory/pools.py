@@ -48,8 +48,8 @@ def build_pools(
 ) -> KVPools:
     """Build the pools that the layers of a rank's ``spec`` need. ``dtype`` is the model's, and that of index keys
     unless ``index_dtype`` is given. ``scales`` are those of keys and values by layer id, used by formats with a scale
-    per layer. With ``hot``, latent rows, and entries that indexes select, are in host memory, and
-    the pools of both hold hot buffers. Raises PoolError if memory does not suffice."""
+    per layer; latent rows have that of keys. With ``hot``, latent rows, and entries that indexes select, are in host
+    memory, and the pools of both hold hot buffers without such scales. Raises PoolError if memory does not suffice."""
     try:
         return _build_pools(spec, capacity, dtype, kv_dtype, device, index_dtype, scales or {}, hot=hot)
     except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError, for CUDA a subclass
@@ -82,15 +82,16 @@ def _build_pools(
 ) -> KVPools:
     pages: _Pages = {"num_pages": capacity.num_pages, "page_size": capacity.page_size, "device": device}
     format, model_dtype = installed_format(kv_dtype), own_dtype(dtype)
-    mha = None
+    mha, kept = None, scales if format.layer_scale else {}
     if AttentionKind.MHA in spec.kinds:
-        mha = MHAPool(spec.layers, dtype=format, scales=scales if format.layer_scale else None, **pages)
+        mha = MHAPool(spec.layers, dtype=format, scales=kept, **pages)
     mla: MLAPool | None = None
     caches: dict[CacheKey[KeyedCache], KeyedCache] = {}
     if hot:
         mla, caches = _hot_pools(spec, capacity, kv_dtype, model_dtype, pages)
     elif AttentionKind.MLA in spec.kinds:
-        mla = MLAPool(spec.layers, dtype=format, **pages)
+        keys = {layer_id: pair[0] for layer_id, pair in kept.items()}
+        mla = MLAPool(spec.layers, dtype=format, scales=keys, **pages)
     linear = None
     if spec.linear_layers:
         linear = LinearStatePool(spec.layers, num_slots=capacity.state_slots, dtype=model_dtype, device=device)

@@ -49,6 +49,11 @@ class Attention(FastModule):
         super().__init__()
         self.kv_scales = {}
 
+    def take_kv_scales(self, weights: Weights, layer_id: int) -> None:
+        """Take the scales that are stored with the attention's weights, if there are any."""
+        if (scales := weights.kv_scales()) != (1.0, 1.0):
+            self.kv_scales = {layer_id: scales}
+
     def forward(
         self,
         hidden: Tensor,
@@ -314,8 +319,8 @@ class LoadedModel:
     spec: ModelSpec
     config: Mapping[str, object]
 
-    @property
-    def kv_scales(self) -> dict[int, tuple[float, float]]:
-        """Stored scales of keys and values in an fp8 cache, by layer id; of layers that have them."""
-        layers = (module for module in self.module.modules() if isinstance(module, Attention))
-        return {layer_id: pair for layer in layers for layer_id, pair in layer.kv_scales.items()}
+
+def kv_scales(model: nn.Module) -> dict[int, tuple[float, float]]:
+    """Return the stored scales of keys and values in an fp8 cache, by layer id; of layers that have them."""
+    layers = (module for module in model.modules() if isinstance(module, Attention))
+    return {layer_id: pair for layer in layers for layer_id, pair in layer.kv_scales.items()}

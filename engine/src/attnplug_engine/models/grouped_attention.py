@@ -79,8 +79,7 @@ class GroupedAttention(Attention):
         heads = even_part(layer.num_heads, weights.parallel, "attention heads")
         kv_heads = kv_head_part(layer.num_kv_heads, weights.parallel)
         self.layer = layer.for_rank(weights.parallel.size)
-        if (scales := weights.kv_scales()) != (1.0, 1.0):
-            self.kv_scales = {layer.layer_id: scales}
+        self.take_kv_scales(weights, layer.layer_id)
         key, value = layer.head_dim, layer.v_head_dim
         width = 2 * key if gated else key
         query_order = _queries_then_gates(length(heads), key) if gated else None

@@ -78,6 +78,7 @@ class LatentAttention(Attention):
         heads = even_part(layer.num_heads, weights.parallel, "attention heads")
         own = length(heads)
         self.layer = layer.for_rank(weights.parallel.size)
+        self.take_kv_scales(weights, layer.layer_id)
         self._latent, self._nope = dims.kv_lora_rank, dims.qk_nope_head_dim
 
         rope_order = evens_then_odds(dims.qk_rope_head_dim) if deinterleave else None

@@ -115,11 +115,14 @@ class Weights:
 
     def kv_scales(self) -> tuple[float, float]:
         """Return the stored scales of an attention layer's keys and values in an fp8 cache; 1.0 if there are none."""
+        if self.holds("q_scale"):  # not used: queries are not quantized
+            self._note(f"{self._prefix}q_scale")
         return self._kv_scale("k"), self._kv_scale("v")
 
     def _kv_scale(self, kind: str) -> float:
-        # The second name is that of older checkpoints.
-        name = next(filter(self.holds, (f"{kind}_scale", f"{kind}_proj.{kind}_scale")), None)
+        # By llm-compressor, by ModelOpt, of stacked projections; and by AutoFP8, of keys and values alike.
+        names = (f"{kind}_scale", f"{kind}_proj.{kind}_scale", f"qkv_proj.{kind}_scale", "kv_scale")
+        name = next(filter(self.holds, names), None)
         if name is None:
             return 1.0
         full_name = self._prefix + name

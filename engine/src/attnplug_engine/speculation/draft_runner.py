@@ -24,6 +24,7 @@ from attnplug_engine.execution.sampler import sample
 from attnplug_engine.kernels.sampling_metadata import SamplingMetadata
 from attnplug_engine.memory.capacity import Capacity
 from attnplug_engine.memory.pools import build_pools
+from attnplug_engine.models.decoder import kv_scales
 from attnplug_engine.parallel.collectives import TensorParallel
 from attnplug_engine.settings.speculation import Speculation
 from attnplug_engine.speculation.draft_sampling import gumbel_topk
@@ -64,7 +65,8 @@ class DraftRunner:
         self.pools = KVPools(mha=target.mha)
         """Pools that its backend reads."""
         if self._owns:
-            self.pools = build_pools(model.spec, capacity, dtype, kv_dtype, device, index_dtype)
+            scales = kv_scales(model)
+            self.pools = build_pools(model.spec, capacity, dtype, kv_dtype, device, index_dtype, scales=scales)
         rows = speculation.most_draft_rows
         context = HostContext(
             model=model.spec,
