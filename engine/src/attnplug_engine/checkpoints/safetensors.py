@@ -94,7 +94,7 @@ class WeightSource(Protocol):
         """Name in messages: the folder, or the name of the model."""
         ...
 
-    def names(self) -> Sequence[str]:
+    def names(self) -> Collection[str]:
         """Names of the tensors that exist."""
         ...
 
@@ -195,8 +195,8 @@ class Checkpoint:
         """Names of the files that hold tensors."""
         return tuple(sorted(set(self._files.values())))
 
-    def names(self) -> Sequence[str]:
-        return tuple(self._files)
+    def names(self) -> Collection[str]:
+        return self._files.keys()
 
     random = False
 

@@ -48,7 +48,7 @@ def text_model(checkpoint: Checkpoint) -> Checkpoint:
         raise CheckpointError(
             f"the checkpoint {checkpoint.name!r} is multimodal, and the tensors of its text model are not found: "
             f"{shortened(roots) or 'no tensor'} ends with language_model.{_EMBEDDING} or the like; it holds "
-            f"{shortened(stored)}",
+            f"{shortened(tuple(stored))}",
             checkpoint.name,
         )
     root, names = roots[0], {name: name for name in stored if name.startswith(_PREDICTION)}
