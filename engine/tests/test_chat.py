@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -10,10 +11,11 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from attnplug import UsageError
-from attnplug.host import AttnplugError
+from attnplug.host import TINY_CONFIGS, AttnplugError
 from attnplug.host import load_model as load_spec
 from attnplug_engine import Chat, Engine
 from attnplug_engine.checkpoints.random import RandomCheckpoint
@@ -447,3 +449,34 @@ def test_run_chat_answers_a_users_message(attnplug, checkpoint):
     refused = attnplug("run", "--model", "tiny:llama", "--device", "cpu", "--chat", "--prompt", "hello")
     assert refused.code == 2
     assert "has no chat template" in refused.err
+
+
+TEXT, TOKENS = ("--prompt", "hello"), ("--prompts", "-")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "files", "named"),
+    [
+        (("run", *TEXT), {}, ("--prompt:", "no tokenizer.json")),
+        (("embed", *TEXT), {}, ("--prompt:", "no tokenizer.json")),
+        (("run", *TOKENS, "--stop", "x"), {}, ("standard input:1", "stop texts")),
+        (("run", "--chat", *TEXT), {"tokenizer.json": "{}"}, ("--prompt:", "no chat template")),
+        (("run", *TEXT), {"tokenizer.json": "{"}, ("tokenizer.json cannot be read",)),
+        (("embed", *TOKENS), {"tokenizer.json": "{"}, ("tokenizer.json cannot be read",)),
+        (("run", *TOKENS), {"generation_config.json": '{"eos_token_id": "x"}'}, ("generation_config.json",)),
+    ],
+    ids=["run", "embed", "stop", "chat", "tokenizer", "tokenizer of embed", "end tokens"],
+)
+def test_files_that_prompts_need_are_checked_before_weights_are_read(
+    arguments, files, named, attnplug, tmp_path, monkeypatch
+):
+    """E5: reading the weights of this checkpoint fails."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIGS["llama"]))
+    save_file({}, tmp_path / "model.safetensors")
+    monkeypatch.setattr("sys.stdin", io.StringIO('{"prompt_token_ids": [1, 2]}'))
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    command, *rest = arguments
+    outcome = attnplug(command, "--model", str(tmp_path), "--device", "cpu", *rest)
+    assert outcome.code == 2
+    assert all(part in outcome.err for part in named), outcome.err

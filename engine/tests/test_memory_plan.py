@@ -64,8 +64,16 @@ def test_graphs_are_estimated_from_their_number_and_the_largest_step(monkeypatch
     assert 474 / 2 < found / 2**20 < 728 * 2
 
 
-def test_the_command_prints_the_estimate(attnplug: Attnplug, fp8_folder):
-    outcome = attnplug("run", "--model", str(fp8_folder), "--prompt", "x", "--num-pages", "32")
+@pytest.fixture
+def prompts(tmp_path) -> list[str]:
+    """A prompt of token ids: the checkpoint has no tokenizer."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt_token_ids": [1, 2]}')
+    return ["--prompts", str(path)]
+
+
+def test_the_command_prints_the_estimate(attnplug: Attnplug, fp8_folder, prompts):
+    outcome = attnplug("run", "--model", str(fp8_folder), *prompts, "--num-pages", "32")
     assert "memory: weights " in outcome.err and "32 pages" in outcome.err, outcome.err
 
 
@@ -78,7 +86,7 @@ def test_the_estimate_includes_a_draft(fp8_folder):
 
 
 @pytest.mark.parametrize("of_draft", [False, True])
-def test_an_unknown_scheme_is_refused_before_the_estimate(attnplug: Attnplug, fp8_folder, of_draft):
+def test_an_unknown_scheme_is_refused_before_the_estimate(attnplug: Attnplug, fp8_folder, prompts, of_draft):
     """E5: only the error is printed."""
     config = json.loads((fp8_folder / "config.json").read_text())
     config["quantization_config"]["quant_method"] = "awq"
@@ -87,7 +95,7 @@ def test_an_unknown_scheme_is_refused_before_the_estimate(attnplug: Attnplug, fp
     if of_draft:
         draft = ["--speculative-algorithm", "standalone", "--speculative-draft-model", str(fp8_folder)]
         model = ["--model", "tiny:llama", *draft]
-    outcome = attnplug("run", *model, "--prompt", "x")
+    outcome = attnplug("run", *model, *prompts)
     assert outcome.code and outcome.err.startswith("error: ") and outcome.err.count("\n") == 1, outcome.err
     assert "'awq'" in outcome.err
 

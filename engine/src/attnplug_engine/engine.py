@@ -38,9 +38,8 @@ from attnplug_engine.serving.sizing import MemoryPlan
 from attnplug_engine.serving.start_up import capture_graphs, equalize_pages, start_loop
 from attnplug_engine.serving.statistics import StartUp, Statistics
 from attnplug_engine.text.chat import Chat
-from attnplug_engine.text.encoder import Prompt, PromptEncoder, naming_prompt
+from attnplug_engine.text.encoder import NO_STOP_TEXTS, Prompt, naming_prompt
 from attnplug_engine.text.errors import PromptError
-from attnplug_engine.text.tokenizer import end_tokens
 from attnplug_engine.text.transcript import Transcript
 
 
@@ -81,9 +80,9 @@ class Engine:
         compilations = CompilationMark() if on_gpu else None  # importing Triton takes a second
         self.registry = prepared.choice.registry
         self.vocab_size = prepared.loaded.module.vocab_size
-        self._encoder = PromptEncoder(model, self.vocab_size)
+        self._encoder = prepared.encoder
         self.tokenizer = self._encoder.tokenizer
-        self.stop_token_ids = frozenset() if options.ignore_eos else end_tokens(model, prepared.loaded.config)
+        self.stop_token_ids = prepared.end_tokens
         with compile_progress(on_compile):
             self.selection, self.runner = prepared.build()
             self.rounds, self.draft_selection = prepared.build_rounds(self.runner)
@@ -119,7 +118,7 @@ class Engine:
         transcript = None
         if params.stop:
             if self.tokenizer is None:
-                raise UsageError("stop texts need the checkpoint's tokenizer.json, and it has none; use stop_token_ids")
+                raise UsageError(NO_STOP_TEXTS)
             transcript = Transcript(self.tokenizer, params.stop)
             # Decoded text never contains special tokens, so a stop text that is one means the token.
             special = self.tokenizer.special_tokens
@@ -294,13 +293,8 @@ class Embedder:
         self.rules = read_rules(folder, options.pooling, options.normalize)
         self._prompt_name, self._prefix = options.prompt_name, self.rules.prefix(options.prompt_name)
         prepared = prepare(model, options.for_engine(), parallel, is_embedding=True)
-        if prepared.loaded.config.get("is_causal") is False:  # it would be embedded wrongly
-            raise UsageError(
-                f"{model}: the config's 'is_causal' is false: tokens attend to those after them, which no model here "
-                "does"
-            )
         self.vocab_size = prepared.loaded.module.vocab_size
-        self._encoder = PromptEncoder(model, self.vocab_size)
+        self._encoder = prepared.encoder
         on_gpu = prepared.choice.runtime.module is not None
         compilations = CompilationMark() if on_gpu else None
         with compile_progress(on_compile):

@@ -31,7 +31,7 @@ from attnplug_engine.execution.runner import ModelRunner
 from attnplug_engine.kernels import usable
 from attnplug_engine.memory.capacity import Capacity
 from attnplug_engine.memory.pools import check_codecs
-from attnplug_engine.models.architectures import load_model, load_spec, open_source
+from attnplug_engine.models.architectures import load_model, load_spec, open_source, read_config
 from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.parallel.collectives import RankOrder, TensorParallel
@@ -43,6 +43,8 @@ from attnplug_engine.speculation.draft_runner import DraftRunner
 from attnplug_engine.speculation.drafts.loading import draft_spec, load_draft, naming_draft
 from attnplug_engine.speculation.drafts.model import DraftModel
 from attnplug_engine.speculation.rounds import RoundRunner
+from attnplug_engine.text.encoder import PromptEncoder
+from attnplug_engine.text.tokenizer import end_tokens
 
 _Runner = TypeVar("_Runner", ModelRunner, DraftRunner)
 
@@ -99,6 +101,9 @@ class Prepared:
     """A model whose weights are loaded, and the backends that were selected for it."""
 
     choice: BackendChoice
+    encoder: PromptEncoder
+    end_tokens: frozenset[int]
+    """End-of-text tokens of the checkpoint that end a request."""
     loaded: LoadedModel
     draft: DraftModel | None
 
@@ -182,12 +187,15 @@ def prepare(
     on_memory: Callable[[MemoryPlan], None] | None = None,
     is_embedding: bool = False,
 ) -> Prepared:
-    """Select backends for a model, then read its weights. An embedding model needs no output head.
+    """Select backends for a model, read its tokenizer, then its weights. An embedding model needs no output head.
 
     ``on_memory`` gets the estimate of an engine's memory before weights are read. Raises PoolError if it cannot fit.
     """
     choice = _choose_backends(model, options, parallel, is_embedding=is_embedding)
     source = _open_source(choice)
+    vocab_size = read_config(source.config, source.name, choice.spec).integer("vocab_size")
+    encoder = PromptEncoder(model, vocab_size)
+    ends = frozenset[int]() if is_embedding or options.ignore_eos else end_tokens(model, source.config)
     if not is_embedding:
         plan = _memory_plan(choice, source)
         if on_memory is not None:
@@ -217,7 +225,7 @@ def prepare(
                 seed=options.seed,
                 random_weights=options.random_weights,
             )
-    return Prepared(choice, loaded, draft)
+    return Prepared(choice, encoder, ends, loaded, draft)
 
 
 def _choose_backends(

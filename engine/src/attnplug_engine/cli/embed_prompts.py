@@ -14,7 +14,7 @@ from attnplug.cli import output
 from attnplug.declare.errors import Render
 from attnplug_engine.checkpoints.pooling import MODULES_FILE
 from attnplug_engine.cli.output import progress_bar
-from attnplug_engine.cli.prompts import PromptLine
+from attnplug_engine.cli.prompts import PromptLine, check_files
 from attnplug_engine.engine import Embedder
 from attnplug_engine.options import EmbedOptions
 from attnplug_engine.parallel.collectives import TensorParallel
@@ -37,6 +37,7 @@ def _embed(
     parsed: argparse.Namespace, lines: Sequence[PromptLine], options: EmbedOptions, parallel: TensorParallel
 ) -> int:
     silent = parallel.rank != 0
+    check_files(parsed.model, lines)
     embedder = _start(parsed, options, parallel)
     tokens: list[tuple[int, ...]] = []
     rejected: dict[int, str] = {}

@@ -17,7 +17,7 @@ from attnplug.host import ForwardingBackend, load_registry
 from attnplug.machine import interrupt
 from attnplug.machine.runtime import open_device, runtime_of
 from attnplug_engine.cli.output import CompletionWriter, for_terminal, logprob_lines, progress_bar
-from attnplug_engine.cli.prompts import PromptLine
+from attnplug_engine.cli.prompts import PromptLine, check_files
 from attnplug_engine.completion import Completion, Usage
 from attnplug_engine.engine import Engine
 from attnplug_engine.execution.compilations import describe
@@ -99,6 +99,7 @@ def _start(parsed: argparse.Namespace, options: EngineOptions, parallel: TensorP
 def _run(parsed: argparse.Namespace, lines: list[PromptLine], options: EngineOptions, parallel: TensorParallel) -> int:
     speaks = parallel.rank == 0
     console = _console(parallel)
+    check_files(parsed.model, lines)
     engine = _start(parsed, options, parallel, console)
     requests: dict[int, Request] = {}
     rejected: list[Completion] = []

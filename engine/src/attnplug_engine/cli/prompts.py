@@ -9,6 +9,7 @@ import math
 import os
 import stat
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TextIO
 
@@ -66,6 +67,18 @@ def read_prompts(
         wanted = "a text per line" if plain else 'one JSON object per line: {"prompt": "…"}'
         raise UsageError(f"{name} holds no prompt; write {wanted}")
     return prompts
+
+
+def check_files(model: str, lines: Iterable[PromptLine]) -> None:
+    """Raise UsageError if a model is unknown, or lacks a file that a prompt needs. Reads no weights."""
+    from attnplug_engine.models.architectures import load_spec  # imports torch
+    from attnplug_engine.text.encoder import check_files as check
+    from attnplug_engine.text.encoder import naming_prompt
+
+    load_spec(model)
+    for line in lines:
+        with naming_prompt(line.where):
+            check(model, line.prompt, stop=bool(line.params.stop))
 
 
 def _json(line: str, where: str) -> Any:

@@ -11,9 +11,22 @@ from attnplug.hf.config_keys import show
 from attnplug_engine.text.chat import Chat
 from attnplug_engine.text.chat_template import ChatTemplate
 from attnplug_engine.text.errors import PromptError
-from attnplug_engine.text.tokenizer import Tokenizer, find_tokenizer
+from attnplug_engine.text.tokenizer import Tokenizer, find_tokenizer, has_tokenizer
 
 Prompt = str | Sequence[int] | Chat
+_NO_TOKENIZER = (
+    "the checkpoint has no tokenizer.json; give the prompt as token ids (prompt_token_ids in --prompts), or write the "
+    "file with save_pretrained of its tokenizer in transformers"
+)
+NO_STOP_TEXTS = "stop texts need the checkpoint's tokenizer.json, and it has none; use stop_token_ids"
+
+
+def check_files(model: str, prompt: Prompt, *, stop: bool = False) -> None:
+    """Raise UsageError if a checkpoint lacks a file that a prompt, or a ``stop`` text, needs. Reads no weights."""
+    if not has_tokenizer(model) and (stop or isinstance(prompt, str | Chat)):
+        raise UsageError(NO_STOP_TEXTS if stop else _NO_TOKENIZER)
+    if isinstance(prompt, Chat):
+        ChatTemplate.find(model)
 
 
 class PromptEncoder:
@@ -44,7 +57,7 @@ class PromptEncoder:
 
     def _encode_text(self, prompt: str | Chat) -> Sequence[int]:
         if self.tokenizer is None:
-            raise UsageError("the checkpoint has no tokenizer.json; give the prompt as token ids")
+            raise UsageError(_NO_TOKENIZER)
         text = prompt if isinstance(prompt, str) else self._rendered(prompt)
         try:
             text.encode()

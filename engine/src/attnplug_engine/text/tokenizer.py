@@ -100,12 +100,20 @@ def _converted(error: BaseException, kind: type[UsageError], what: str) -> BaseE
     return kind(f"{what}: {error}") if ours else error
 
 
+def has_tokenizer(reference: str) -> bool:
+    """Return True if ``find_tokenizer`` finds one."""
+    return reference.startswith(TINY) or os.path.lexists(_file(reference))
+
+
 def find_tokenizer(reference: str, vocab_size: int) -> Tokenizer | None:
     """Return the tokenizer of a model reference; None if the checkpoint has none."""
     if reference.startswith(TINY):
         return ByteTokenizer(vocab_size)
-    path = checkpoint_folder(reference) / "tokenizer.json"
-    return FileTokenizer(path, vocab_size) if os.path.lexists(path) else None
+    return FileTokenizer(_file(reference), vocab_size) if has_tokenizer(reference) else None
+
+
+def _file(reference: str) -> Path:
+    return checkpoint_folder(reference) / "tokenizer.json"
 
 
 def end_tokens(reference: str, config: Mapping[str, object]) -> frozenset[int]:
