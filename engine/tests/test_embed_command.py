@@ -196,6 +196,7 @@ def test_a_prompt_that_cannot_be_embedded_is_answered_with_an_error(attnplug: At
 
 
 def test_a_mean_that_leaves_the_prompt_out_is_refused(attnplug: Attnplug, embedding_model):
+    (embedding_model / "tokenizer.json").touch()
     arguments = ("embed", "--model", str(embedding_model), "--device", "cpu", "--prompt", "x", "--prompt-name", "query")
     outcome = attnplug(*arguments)
     assert outcome.code == 2 and "'Q: '" in outcome.err

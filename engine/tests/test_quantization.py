@@ -223,6 +223,28 @@ def test_an_fp8_cache_uses_the_scales_of_the_checkpoint(model_type, scales, is_k
         assert (original == large) is is_equal
 
 
+CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"config_groups": {}, "kv_cache_scheme": CACHE},
+        {"config_groups": {"group_0": {"targets": ["LlamaAttention"], "weights": None, "input_activations": CACHE}}},
+    ],
+    ids=["of the cache", "of attention"],
+)
+def test_weights_of_a_model_that_is_quantized_otherwise_are_plain(keys, make_oracle, tmp_path):
+    """E5"""
+    folder = make_oracle("llama").folder
+    large = with_large_rows(folder, tmp_path / "large", LARGE)
+    config = {"quant_method": "compressed-tensors", "format": "dense", "quantization_status": "compressed", **keys}
+    values = json.loads((large / "config.json").read_text()) | {"quantization_config": config}
+    (large / "config.json").write_text(json.dumps(values))
+    loaded = load_model(str(large), dtype=torch.float32, device="cpu")
+    assert not kept(loaded.module)
+
+
 def test_an_fp8_cache_of_a_draft_uses_the_scales_of_its_checkpoint(shared_oracle, tmp_path):
     """E5: all of its proposals are those of the target, whose rows are small."""
     folder = shared_oracle("llama").folder

@@ -66,13 +66,16 @@ def _compressed(section: Config) -> Quantization:
         raise transforms.wrong("config_groups", "empty: weights that are transformed (rotated) are not supported")
     groups, common = section.section("config_groups"), section.optional_text("format")
     if groups is None or not groups.values:
+        if section.section("kv_cache_scheme") is not None:
+            return Quantization((), _any([]))  # only the cache is quantized
         raise section.wrong("config_groups", "an object with the weights of each group")
     rules = []
     for name in groups.values:
         group = groups.section(name)
-        weights = None if group is None else group.section("weights")
-        if group is None or weights is None:
+        if group is None or "weights" not in group.values:
             raise groups.wrong(name, "an object with 'weights' and 'targets'")
+        if (weights := group.section("weights")) is None:
+            continue  # only activations are quantized, such as those of attention
         own = group.optional_text("format") or common or ""
         schemes = _recognised(WeightFormat(_COMPRESSED, own, weights))
         if not schemes:

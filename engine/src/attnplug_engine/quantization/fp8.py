@@ -45,7 +45,7 @@ class Fp8Blocks(Fp8):
     and 128 columns."""
 
     title = "fp8 e4m3 blocks (`fp8` with `weight_block_size`; `compressed-tensors` `float-quantized`, `block`)"
-    published = "DeepSeek-V3, R1, V3.1, V3.2, Kimi-K2, MiniMax-M2, Qwen3-FP8; V4 except its experts"
+    published = "DeepSeek-V3, R1, V3.1, V3.2, Kimi-K2, Qwen3-FP8; V4 except its experts"
 
     def __init__(self, rows: int = 128, columns: int = 128) -> None:
         self.rows_per_scale, self.group = rows, columns

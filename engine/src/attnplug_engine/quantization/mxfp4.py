@@ -18,7 +18,7 @@ class Mxfp4(Scheme):
     """MXFP4. The first column of a byte is in its low nibble. Activations are not quantized."""
 
     title = "MXFP4 (experts of `mxfp4`, and of `fp8` with FP4 codes; `compressed-tensors` `mxfp4-pack-quantized`)"
-    published = "gpt-oss, DeepSeek-V4 (experts), Kimi-K3"
+    published = "gpt-oss, DeepSeek-V4 (experts)"
     code_kinds = frozenset({"U8", "I8", "F4"})
     code_dtype = torch.uint8
     per_code = 2
