@@ -117,14 +117,24 @@ class Weights:
         """Return the stored scales of an attention layer's keys and values in an fp8 cache; 1.0 if there are none."""
         if self.holds("q_scale"):  # not used: queries are not quantized
             self._note(f"{self._prefix}q_scale")
-        return self._kv_scale("k"), self._kv_scale("v")
+        key, value = self._kv_scale("k"), self._kv_scale("v")
+        if key is None and value is None:
+            return 1.0, 1.0
+        if key is None or value is None:
+            found, missing = (f"{self._prefix}{kind}_scale" for kind in ("vk" if key is None else "kv"))
+            raise CheckpointError(
+                f"the checkpoint {self._source.name!r} has a scale of an fp8 cache, {found!r}, and no {missing!r}",
+                self._source.name,
+                missing,
+            )
+        return key, value
 
-    def _kv_scale(self, kind: str) -> float:
+    def _kv_scale(self, kind: str) -> float | None:
         # By llm-compressor, by ModelOpt, of stacked projections; and by AutoFP8, of keys and values alike.
         names = (f"{kind}_scale", f"{kind}_proj.{kind}_scale", f"qkv_proj.{kind}_scale", "kv_scale")
         name = next(filter(self.holds, names), None)
         if name is None:
-            return 1.0
+            return None
         full_name = self._prefix + name
         stored = self._source.stored(full_name)
         shape = () if stored is not None and not stored.shape else (1,)
