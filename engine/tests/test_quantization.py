@@ -479,6 +479,39 @@ def test_v4_has_mxfp4_experts_beside_fp8_blocks(make_oracle, make_stage, sequenc
     assert {type(weight.scheme).__name__ for weight in kept(loaded.module)} == {"Fp8Blocks", "Mxfp4"}
 
 
+def nested(folder: Path) -> None:
+    """Rewrite a checkpoint as the text model of a multimodal one."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file({f"language_model.{name}": tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    keys = json.loads((folder / "config.json").read_text())
+    outer = {"model_type": "llava", "quantization_config": keys.pop("quantization_config"), "text_config": keys}
+    (folder / "config.json").write_text(json.dumps(outer))
+
+
+def test_the_most_specific_target_decides_by_the_names_of_the_files(make_oracle, tmp_path):
+    """E5: as in compressed-tensors, names precede expressions, and expressions the class."""
+    form = compressed("float-quantized", **FLOAT8, strategy="channel")
+    int4 = compressed("pack-quantized", **INT4, group_size=32)["config_groups"]["group_0"]
+    int4 |= {"format": "pack-quantized", "targets": ["re:language_model.*mlp.*", "language_model.model.x"]}
+    config = form | {"config_groups": form["config_groups"] | {"group_1": int4}}
+
+    def mlp_in_int4(tensors):
+        for name, tensor in values.items():
+            if ".mlp." in name:
+                module = name.removesuffix("weight")
+                del tensors[name], tensors[f"{module}weight_scale"]
+                tensors |= {module + part: value for part, value in int4_groups(32)(tensor)[0].items()}
+
+    folder = make_oracle("llama", **EVEN).folder
+    values = load_file(folder / "model.safetensors")
+    quantized(folder, tmp_path / "q", config, fp8_channels, change=mlp_in_int4)
+    nested(tmp_path / "q")
+    loaded = load_model(str(tmp_path / "q"), dtype=torch.float32, device="cpu")
+    first = loaded.module.layers[0]
+    assert type(first.attention.qkv.weight.scheme).__name__ == "Fp8Channels"
+    assert type(first.mlp.down.weight.scheme).__name__ == "Int4Groups"
+
+
 def test_excluded_modules_of_a_nested_text_model_have_the_names_of_its_files(make_oracle, tmp_path):
     """Kimi-K2.5: ``ignore`` lists ``language_model.model.…``, and ours begin with ``model.``. Codes in a module that is
     excluded are refused."""
@@ -486,11 +519,7 @@ def test_excluded_modules_of_a_nested_text_model_have_the_names_of_its_files(mak
     config = compressed("float-quantized", **FLOAT8, strategy="channel")
     config["ignore"] = ["re:language_model.*mlp.*"]
     quantized(make_oracle("llama").folder, source, config, fp8_channels)
-    tensors = load_file(source / "model.safetensors")
-    save_file({f"language_model.{name}": tensor for name, tensor in tensors.items()}, source / "model.safetensors")
-    keys = json.loads((source / "config.json").read_text())
-    outer = {"model_type": "llava", "quantization_config": keys.pop("quantization_config"), "text_config": keys}
-    (source / "config.json").write_text(json.dumps(outer))
+    nested(source)
     with pytest.raises(WrongDtype, check=having(tensor="language_model.model.layers.0.mlp.gate_proj.weight")):
         load_model(str(source), dtype=torch.float32, device="cpu")
 

@@ -184,12 +184,10 @@ class Weights:
         if self._quantization is None:
             return None
         tensors = _ModuleTensors(self, module)
-        schemes = self._quantization.schemes(tensors.prefix[:-1])
+        own, codes = tensors.prefix[:-1], self._quantization.code_names
+        in_file = (self._source.stored_name(f"{own}.{code}").removesuffix(f".{code}") for code in codes)
+        schemes = self._quantization.schemes(own, *in_file)
         if not schemes:
-            return None
-        code_name = f".{schemes[0].code_name}"
-        in_file = self._source.stored_name(tensors.prefix[:-1] + code_name).removesuffix(code_name)
-        if not self._quantization.schemes(in_file):
             return None
         if self._source.random:
             return schemes[0]

@@ -17,6 +17,7 @@ SCHEMES: tuple[type[Scheme], ...] = (Fp8Blocks, Fp8Channels, Int4Groups, Mxfp4)
 
 _KEY = "quantization_config"
 _COMPRESSED = "compressed-tensors"
+_EXPRESSION, _CLASS = "re:", "Linear"
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 Matches = Callable[[str], bool]
 
@@ -36,11 +37,16 @@ class Quantization:
     rules: tuple[Rule, ...]
     ignored: Matches
 
-    def schemes(self, module: str) -> tuple[Scheme, ...]:
-        """Return the schemes that a module's weight may have."""
-        if self.ignored(module):
+    @property
+    def code_names(self) -> frozenset[str]:
+        """Names of the codes in all schemes."""
+        return frozenset(scheme.code_name for rule in self.rules for scheme in rule.schemes)
+
+    def schemes(self, *names: str) -> tuple[Scheme, ...]:
+        """Return the schemes that the weight of a module may have, which has one or several ``names``."""
+        if any(map(self.ignored, names)):
             return ()
-        return next((rule.schemes for rule in self.rules if rule.matches(module)), ())
+        return next((rule.schemes for rule in self.rules if any(map(rule.matches, names))), ())
 
 
 def read_quantization(values: Mapping[str, object], source: str) -> Quantization | None:
@@ -69,7 +75,7 @@ def _compressed(section: Config) -> Quantization:
         if section.section("kv_cache_scheme") is not None:
             return Quantization((), _any([]))  # only the cache is quantized
         raise section.wrong("config_groups", "an object with the weights of each group")
-    rules = []
+    rules = {}
     for name in groups.values:
         group = groups.section(name)
         if group is None or "weights" not in group.values:
@@ -83,11 +89,13 @@ def _compressed(section: Config) -> Quantization:
             if own == "float-quantized":
                 raise weights.wrong("strategy", "'tensor', 'channel' or 'block'")
             raise holder.wrong("format", _known())
-        targets = [_pattern(group, "targets", entry) for entry in group.sequence("targets") or ("Linear",)]
-        rules.append(Rule(_any(targets), schemes))
-    return Quantization(
-        tuple(rules), _any([_pattern(section, "ignore", entry) for entry in section.sequence("ignore") or ()])
-    )
+        for entry in group.sequence("targets") or (_CLASS,):
+            matches = _pattern(group, "targets", entry)
+            rules[str(entry)] = Rule(matches, schemes)
+    # As in compressed-tensors, names precede expressions, and expressions the class.
+    order = sorted(rules, key=lambda entry: (entry == _CLASS, entry.startswith(_EXPRESSION), entry))
+    ignored = _any([_pattern(section, "ignore", entry) for entry in section.sequence("ignore") or ()])
+    return Quantization(tuple(rules[entry] for entry in order), ignored)
 
 
 def _recognised(described: WeightFormat) -> tuple[Scheme, ...]:
@@ -108,10 +116,10 @@ def _pattern(section: Config, key: str, entry: object) -> Matches:
     class name. All modules that the engine loads are ``Linear``."""
     if not isinstance(entry, str):
         raise section.wrong(key, "a list of names")
-    if entry.startswith("re:"):
-        expression = _expression(section, key, entry.removeprefix("re:"))
+    if entry.startswith(_EXPRESSION):
+        expression = _expression(section, key, entry.removeprefix(_EXPRESSION))
         return lambda module: expression.match(module) is not None
-    return lambda module: entry in ("Linear", module)
+    return lambda module: entry in (_CLASS, module)
 
 
 def _excluded(section: Config) -> Matches:
