@@ -34,6 +34,11 @@ def attended(q, k, v, call, scale):
     return torch.cat(outs), torch.cat(lses)
 
 
+def head_major(rows: torch.Tensor) -> torch.Tensor:
+    """A copy in which the rows of a head are contiguous."""
+    return rows.transpose(0, 1).contiguous().transpose(0, 1)
+
+
 def sm() -> int:
     major, minor = torch.cuda.get_device_capability()
     return 10 * major + minor
@@ -121,8 +126,43 @@ def test_rows_with_strides(device):
     both = torch.full((*rows.k.shape[:2], 192 + 128 + 3), NAN, dtype=rows.k.dtype, device=device)
     both[..., :192], both[..., 195:] = rows.k, rows.v
     rows.k, rows.v = both[..., :192], both[..., 195:]
-    rows.q = rows.q.transpose(0, 1).contiguous().transpose(0, 1)
+    rows.q = head_major(rows.q)
     assert torch.equal(rows.run()[0], wanted)
+    rows.k, rows.v = head_major(rows.k), head_major(rows.v)
+    assert torch.equal(rows.run()[0], wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_float16(device):
+    """C1"""
+    rows = Rows(device, (200, 3, 129), (500, 3, 400), True)
+    rows.q, rows.k, rows.v = rows.q.half(), rows.k.half(), rows.v.half()
+    rows.check()
+
+
+class Launches:
+    """Stand-in for a kernel: records the arguments of its launches."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[tuple, dict]] = []
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **constants: self.found.append((arguments, constants))
+
+
+def test_heads_of_the_specialized_kernel_are_at_distances_that_no_length_changes(monkeypatch):
+    """E1: they are constants of the compiled kernel. Offsets of queries have 32 bits."""
+    launches = Launches()
+    monkeypatch.setattr("attnplug_triton_mla.ragged.attend_ragged_rows", launches)
+    for count in (100, 200, 1 << 17):
+        rows = Rows("cpu", (1,), (1,), True)
+        q, k = (head_major(torch.empty(count, 128, 192, dtype=torch.bfloat16, device="meta")) for _ in range(2))
+        v = torch.empty(count, 128, 256, dtype=torch.bfloat16, device="meta")[..., 128:]
+        launch_ragged(q, k, v, rows.layer, rows.call, rows.q, fit_ragged(90, 227 << 10, (192, 128)), None)
+    for (queries, keys, values, *_), constants in launches.found:
+        assert (constants["K_HEAD_COLUMNS"], constants["V_HEAD_COLUMNS"]) == (192, 256)
+        assert (keys.shape[1], values.shape[1]) == (128 * 192, 127 * 256 + 128)
+        assert queries.stride(1) * 128 < 1 << 31
 
 
 @on_every_device

@@ -11,6 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Swizzled
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnplug import LayerSpec, MLAShape, RaggedCall
+from attnplug_triton_mha.attention import with_unit_stride
 from attnplug_triton_mha.gluon_attention import CHUNK, swizzled_rows
 from attnplug_triton_mla.gluon_ragged import attend_ragged_rows
 from attnplug_triton_mla.triton_ragged import attend_ragged, order_tiles
@@ -144,7 +145,7 @@ def _launch_specialized(
     config: RaggedConfig,
     lse: Tensor | None,
 ) -> None:
-    heads = q.shape[1]
+    heads, q, k, v = q.shape[1], with_unit_stride(q), _token_major(k), _token_major(v)
     if scale < 0:  # the kernel scales the largest product
         q, scale = -q, -scale
     attend_ragged_rows[(heads, len(tiles))](
@@ -171,6 +172,15 @@ def _launch_specialized(
         LSE=lse is not None,
         num_warps=config.warps,
     )
+
+
+def _token_major(tensor: Tensor) -> Tensor:
+    """Return ``tensor``, or a contiguous copy if heads are further apart than rows.
+
+    The distance of heads is a constant of the compiled kernel, so it must not depend on the number of rows (E1).
+    """
+    row, head, _ = tensor.stride()
+    return tensor if head <= row else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _columns(tensor: Tensor) -> SwizzledDescriptor:
