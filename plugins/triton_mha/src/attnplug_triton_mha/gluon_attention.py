@@ -8,12 +8,12 @@ with the values. That reaches 390 TFLOP/s with head dim 64 and 450 with 128 on a
 - One warp copies keys and values of each step by TMA, page by page, ahead of the other warps. It looks up pages, too.
 - Two warp groups have 64 rows each. A group starts the next step's logits before it computes the weights of a step. The
   groups start logits in turn, so that one computes weights while products of the other run.
-- Per logit of a step there are one each of multiply-add, maximum, exponential and addition, and half a conversion.
+- A logit takes one multiply-add, one maximum, one exponential, one addition and half a conversion.
 - Columns are in chunks of 64, as TMA and wgmma swizzle them: one for head dim 64, two for 128, three for 192.
 
 No product is under way from one round of the loop to the next: ptxas would then run them one by one.
 
-The kernel replaces ``triton_attention`` for 16-bit caches without draft trees, with the same schedule and the same
+The kernel replaces ``triton_attention`` for bfloat16 caches without draft trees, with the same schedule and the same
 partial results. It does not run with levels of invariance beyond ``run``. Triton's interpreter does not run Gluon: on
 a CPU this kernel is only compiled; its results are tested on a GPU.
 """
@@ -59,16 +59,16 @@ def swizzled_rows(rows: Tensor, box: int = MAX_BOX.value) -> TensorDescriptor:
 
 @gluon.jit
 def _copy_rows(
-    descriptor, buffers, full, place, rows, column, CHUNKS: gl.constexpr, BOXES: gl.constexpr, BOX: gl.constexpr
+    descriptor, buffers, full, stage, rows, column, CHUNKS: gl.constexpr, BOXES: gl.constexpr, BOX: gl.constexpr
 ):  # fmt: skip
     """Start the copies of a step: ``CHUNKS`` chunks of columns from each of ``BOXES`` ranges of rows."""
-    mbarrier.expect(full.index(place), CHUNKS * BOXES * BOX * CHUNK * 2)
+    mbarrier.expect(full.index(stage), CHUNKS * BOXES * BOX * CHUNK * 2)
     for box in gl.static_range(BOXES):
         for chunk in gl.static_range(CHUNKS):
-            to = buffers.index(place * CHUNKS + chunk)
+            to = buffers.index(stage * CHUNKS + chunk)
             if BOXES > 1:
                 to = to.slice(box * BOX, BOX, dim=0)
-            _copy(descriptor, [rows[box], column + chunk * CHUNK], full.index(place), to)
+            _copy(descriptor, [rows[box], column + chunk * CHUNK], full.index(stage), to)
 
 
 @gluon.jit
@@ -88,7 +88,7 @@ def _produce(
     BOXES: gl.constexpr = STEP // BOX
     if OVERLAP:
         gdc_wait()
-    place, phase = 0, 1
+    stage, phase = 0, 1
     for first in range(start, gl.maximum(end, start + 1), STEP):
         k_rows, v_rows = (), ()
         for box in gl.static_range(BOXES):
@@ -100,40 +100,40 @@ def _produce(
             else:
                 k_rows += (k_row + token,)
                 v_rows += (v_row + token,)
-        mbarrier.wait(k_empty.index(place), phase)
-        _copy_rows(keys, key_buffers, k_full, place, k_rows, k_column, DIM // CHUNK, BOXES, BOX)
-        mbarrier.wait(v_empty.index(place), phase)
-        _copy_rows(values, value_buffers, v_full, place, v_rows, v_column, V_DIM // CHUNK, BOXES, BOX)
-        place += 1
-        if place == STAGES:
-            place = 0
+        mbarrier.wait(k_empty.index(stage), phase)
+        _copy_rows(keys, key_buffers, k_full, stage, k_rows, k_column, DIM // CHUNK, BOXES, BOX)
+        mbarrier.wait(v_empty.index(stage), phase)
+        _copy_rows(values, value_buffers, v_full, stage, v_rows, v_column, V_DIM // CHUNK, BOXES, BOX)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
             phase ^= 1
 
 
 @gluon.jit
-def _start_logits(q_shared, me: gl.constexpr, key_buffers, place, nothing, CHUNKS: gl.constexpr):
+def _start_logits(q_shared, me: gl.constexpr, key_buffers, stage, zeros, CHUNKS: gl.constexpr):
     """Start the product of a group's queries and a step's keys; return the accumulator."""
-    logits = nothing
+    logits = zeros
     for chunk in gl.static_range(CHUNKS):
-        keys = key_buffers.index(place * CHUNKS + chunk).permute((1, 0))
+        keys = key_buffers.index(stage * CHUNKS + chunk).permute((1, 0))
         logits = warpgroup_mma(q_shared.index(me * CHUNKS + chunk), keys, logits, use_acc=chunk > 0, is_async=True)
     return logits
 
 
 @gluon.jit
-def _start_values(weights, value_buffers, place, sums, CHUNKS: gl.constexpr):
+def _start_values(weights, value_buffers, stage, sums, CHUNKS: gl.constexpr):
     """Start the product of weights and a step's values, added to ``sums``; return the accumulators."""
     started = ()
     for chunk in gl.static_range(CHUNKS):
-        started += (warpgroup_mma(weights, value_buffers.index(place * CHUNKS + chunk), sums[chunk], is_async=True),)
+        started += (warpgroup_mma(weights, value_buffers.index(stage * CHUNKS + chunk), sums[chunk], is_async=True),)
     return started
 
 
 @gluon.jit
-def _start_in_turn(q_shared, me: gl.constexpr, key_buffers, place, nothing, turns, turn, CHUNKS: gl.constexpr):
-    """Start logits when the other group has started its own: products of both would otherwise meet again and again."""
+def _start_in_turn(q_shared, me: gl.constexpr, key_buffers, stage, zeros, turns, turn, CHUNKS: gl.constexpr):
+    """Start logits after the other group has started its own; otherwise both groups' products compete in every step."""
     mbarrier.wait(turns.index(me), (turn + 1 - me) & 1)
-    started = _start_logits(q_shared, me, key_buffers, place, nothing, CHUNKS)
+    started = _start_logits(q_shared, me, key_buffers, stage, zeros, CHUNKS)
     mbarrier.arrive(turns.index(1 - me), count=1)
     return started
 
@@ -176,13 +176,14 @@ def _scaled(sums, factor, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _clear_rows(buffers, place, rows, CHUNKS: gl.constexpr, COPY: gl.constexpr):
+def _clear_rows(buffers, stage, rows, CHUNKS: gl.constexpr, COPY: gl.constexpr):
     """Set the rows of a step from ``rows`` on to zero: they may be NaN, and zero times NaN is NaN.
 
-    Both groups do so, each for itself; other rows are written as they were.
+    Both groups do so without waiting for each other: other rows are written as they were, so a group's product sees the
+    same bits before and after the other group's stores.
     """
     for chunk in gl.static_range(CHUNKS):
-        buffer = buffers.index(place * CHUNKS + chunk)
+        buffer = buffers.index(stage * CHUNKS + chunk)
         row = gl.arange(0, buffer.shape[0], gl.SliceLayout(1, COPY))
         values = buffer.load(COPY)
         buffer.store(gl.where((row < rows)[:, None], values, 0.0))
@@ -242,7 +243,7 @@ def _consume(
     own = prefix + row // GROUP
     seen = gl.minimum(own + 1, kv_len)
     position = gl.arange(0, STEP, gl.SliceLayout(0, LOGITS))
-    nothing = gl.full([GROUP_ROWS, STEP], 0.0, gl.float32, LOGITS)
+    zeros = gl.full([GROUP_ROWS, STEP], 0.0, gl.float32, LOGITS)
     sums = ()
     for _ in gl.static_range(V_CHUNKS):
         sums += (gl.full([GROUP_ROWS, CHUNK], 0.0, gl.float32, SUMS),)
@@ -256,20 +257,20 @@ def _consume(
     last = start + (stop - start - 1) // STEP * STEP
     total = gl.full([GROUP_ROWS], 0.0, gl.float32, gl.SliceLayout(1, LOGITS))
     mbarrier.wait(k_full.index(0), 0)
-    logits = _start_in_turn(q_shared, me, key_buffers, 0, nothing, turns, 0, K_CHUNKS)
+    logits = _start_in_turn(q_shared, me, key_buffers, 0, zeros, turns, 0, K_CHUNKS)
     logits = warpgroup_mma_wait(0, deps=(logits,))
     mbarrier.arrive(k_empty.index(0), count=1)
-    place, phase, turn = 0, 0, 1
+    stage, phase, turn = 0, 0, 1
     for masked in gl.static_range(2):  # a loop of steps that every row sees entirely, then one with a mask
         loop_start = gl.minimum(middle, last) if masked else start
         for first in range(loop_start, last if masked else gl.minimum(middle, last), STEP):
-            v_place, v_phase = place, phase
-            place += 1
-            if place == STAGES:
-                place = 0
+            v_stage, v_phase = stage, phase
+            stage += 1
+            if stage == STAGES:
+                stage = 0
                 phase ^= 1
-            mbarrier.wait(k_full.index(place), phase)
-            next_logits = _start_in_turn(q_shared, me, key_buffers, place, nothing, turns, turn, K_CHUNKS)
+            mbarrier.wait(k_full.index(stage), phase)
+            next_logits = _start_in_turn(q_shared, me, key_buffers, stage, zeros, turns, turn, K_CHUNKS)
             turn += 1
             top, kept, weights = _weigh(
                 logits, top, scale, cap, first + position, seen, own, masked == 1, WINDOW, CAPPED
@@ -277,20 +278,20 @@ def _consume(
             total = total * kept + gl.sum(weights, 1)
             sums = _scaled(sums, kept, SUMS)
             weights = gl.convert_layout(weights.to(TYPE), WEIGHTS)
-            mbarrier.wait(v_full.index(v_place), v_phase)
-            started = _start_values(weights, value_buffers, v_place, sums, V_CHUNKS)
+            mbarrier.wait(v_full.index(v_stage), v_phase)
+            started = _start_values(weights, value_buffers, v_stage, sums, V_CHUNKS)
             logits = warpgroup_mma_wait(V_CHUNKS, deps=(next_logits,))
-            mbarrier.arrive(k_empty.index(place), count=1)
+            mbarrier.arrive(k_empty.index(stage), count=1)
             sums = _wait_for_values(started, V_CHUNKS)
-            mbarrier.arrive(v_empty.index(v_place), count=1)
+            mbarrier.arrive(v_empty.index(v_stage), count=1)
     top, kept, weights = _weigh(logits, top, scale, cap, last + position, seen, own, True, WINDOW, CAPPED)
     total = total * kept + gl.sum(weights, 1)
     sums = _scaled(sums, kept, SUMS)
     weights = gl.convert_layout(weights.to(TYPE), WEIGHTS)
-    mbarrier.wait(v_full.index(place), phase)
+    mbarrier.wait(v_full.index(stage), phase)
     if end - last < STEP:
-        _clear_rows(value_buffers, place, end - last, V_CHUNKS, COPY)
-    sums = _wait_for_values(_start_values(weights, value_buffers, place, sums, V_CHUNKS), V_CHUNKS)
+        _clear_rows(value_buffers, stage, end - last, V_CHUNKS, COPY)
+    sums = _wait_for_values(_start_values(weights, value_buffers, stage, sums, V_CHUNKS), V_CHUNKS)
 
     live = row < new * GROUP
     if not SPLITS or parts == 1:

@@ -1,7 +1,8 @@
 """MLA prefill as MHA in Gluon on SM 90: ragged attention by ``attnplug_triton_mha.gluon_attention``.
 
-It replaces ``triton_ragged.attend_ragged`` for heads whose widths are multiples of 64, with the same tiles. Triton's
-interpreter does not run Gluon: on a CPU this kernel is only compiled; its results are tested on a GPU.
+It replaces ``triton_ragged.attend_ragged`` for heads of up to 192 key and 128 value columns, both multiples of 64, with
+the same tiles. Triton's interpreter does not run Gluon: on a CPU this kernel is only compiled; its results are tested
+on a GPU.
 """
 
 from __future__ import annotations
