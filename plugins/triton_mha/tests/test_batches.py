@@ -174,6 +174,8 @@ class TestOnAGPU:
             (64, {"page_size": 256, "heads": 16, "kv_heads": 2}),
             (128, {"padding": 3}),
             (128, {"page_size": 32, "window": 1000}),
+            (128, {"v_head_dim": 64, "heads": 8, "kv_heads": 8, "page_size": 128}),
+            (64, {"heads": 64, "kv_heads": 1, "cap": 5.0}),
         ],
         ids=str,
     )
@@ -203,15 +205,22 @@ class TestOnAGPU:
 
     @on_a_gpu
     @pytest.mark.parametrize("requests", [1, 30])
-    @pytest.mark.parametrize("heads", [{"heads": 32, "kv_heads": 8}, {"heads": 16, "kv_heads": 2, "head_dim": 256}])
-    def test_kernels_that_are_launched_early(self, heads, requests, device):
+    @pytest.mark.parametrize(
+        ("mode", "heads"),
+        [
+            (DECODE, {"heads": 32, "kv_heads": 8}),
+            (DECODE, {"heads": 16, "kv_heads": 2, "head_dim": 256}),
+            (EXTEND, {"heads": 32, "kv_heads": 8}),
+        ],
+    )
+    def test_kernels_that_are_launched_early(self, mode, heads, requests, device):
         """Queries and new rows are made by a kernel that lets the next ones begin at once, and is late with both."""
         if torch.cuda.get_device_capability() < (9, 0):
             pytest.skip("kernels wait for each other on the device from SM 90 on")
         from attnplug_testing.late_kernel import fill_late
 
-        case = mha(((5000, 1),) * requests, DECODE, lse=False, **heads)
-        stage = scene(case, device)
+        new, choose = (1, None) if mode is DECODE else (40, lambda *_: TABLE[-1][-1])
+        stage = scene(mha(((5000, new),) * requests, mode, lse=False, **heads), device, choose)
         memory = stage.pool.keys(LAYER), stage.pool.values(LAYER)
         before, first = [pages.clone() for pages in memory], stage.results()[0]
         assert relative_error(first, stage.wanted()[0]) <= stage.tolerance
@@ -230,7 +239,8 @@ class TestOnAGPU:
             with_plan(batch, stage.backend.init_forward_metadata(batch))
             torch.cuda.synchronize()
             fill_late(late, flat, milliseconds=20)
-            out = stage.backend.forward_decode(late_q, late_k, late_v, stage.layer, batch)
+            run = stage.backend.forward_decode if mode is DECODE else stage.backend.forward_extend
+            out = run(late_q, late_k, late_v, stage.layer, batch)
             assert torch.equal(out, first)
 
 
