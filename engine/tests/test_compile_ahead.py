@@ -56,11 +56,11 @@ def recorded(tmp_path: Path, model: str, **settings: object) -> Counter[str]:
 @needs_triton
 def test_a_start_up_without_a_gpu_launches_what_one_with_a_gpu_does(tmp_path):
     """E1: layers, attention, sampling, and the first and last kernels of captured steps; layers alike run once."""
-    settings = {"attention_backend": "triton_mha", "num_pages": 64}
-    found = recorded(tmp_path, "llama", **settings)
+    settings, heads = {"attention_backend": "triton_mha", "num_pages": 64}, {"num_key_value_heads": 1}
+    found = recorded(tmp_path, "llama", config=heads, **settings)
     assert {"attend", "_plan", "_rms_norm", "_rotate_heads", "_write_pairs", "_silu_and_mul"} <= found.keys()
-    assert {"_begin", "_end", "_look", "_choose"} <= found.keys()
-    deeper = recorded(tmp_path, "llama", config={"num_hidden_layers": 9}, **settings)
+    assert {"attend_extend", "_begin", "_end", "_look", "_choose"} <= found.keys()
+    deeper = recorded(tmp_path, "llama", config={**heads, "num_hidden_layers": 9}, **settings)
     assert deeper == found
 
 
