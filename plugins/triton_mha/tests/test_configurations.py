@@ -152,18 +152,16 @@ def test_prompts_have_the_specialized_kernel_where_it_runs_and_is_faster(changes
 
 
 def test_rows_that_tma_copies():
-    """Token-major pages of 16 rows or more, at equal distances; otherwise the rows are loaded."""
+    """Token-major pages of 16 rows or more, or of one head, at equal distances; otherwise the rows are loaded."""
     from attnplug_triton_mha.attention import CopiedRows
 
     pages = torch.arange(5 * 32 * 2 * 64).view(5, 32, 2, 64).bfloat16()
     head_major = pages.transpose(1, 2).contiguous().transpose(1, 2)
     both = torch.stack([pages, pages], 1)[:, 1]
-    for given in (pages, both):
+    for given in (pages, both, head_major[:, :, 1:]):
         copied = CopiedRows.of(given)
         assert copied.rows.block_shape == [32, 64]
-        at = copied.rows.base.as_strided(
-            (5, 32, 2, 64), (copied.page * given.stride(1), given.stride(1), copied.head, 1)
-        )
+        at = copied.rows.base.as_strided(given.shape, (copied.page * given.stride(1), given.stride(1), copied.head, 1))
         assert torch.equal(at, given) and at.data_ptr() == given.data_ptr()
         assert copied.rows.shape[0] > 4 * copied.page + 31 and copied.rows.shape[1] >= copied.head + 64
     wider = torch.zeros(5, 33, 2, 72, dtype=torch.bfloat16)

@@ -43,6 +43,7 @@ class CopiedRows:
         """
         count, page_size, heads, dim = pages.shape
         page, slot, head, column = pages.stride()
+        head = head if heads > 1 else 0  # the stride of one head may be anything
         size = pages.element_size()
         box = min(page_size, MAX_BOX.value)
         if pages.dtype != torch.bfloat16 or head > slot:
