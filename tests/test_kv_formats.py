@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -34,6 +35,7 @@ ACME = KVFormat(
     error=0.02,
     page_multiple=4,
 )
+LATENT = replace(ACME, name="acme_latent", holds={"mla"})
 
 
 def encode(rows):
@@ -49,7 +51,7 @@ def decode(parts):
 def acme(monkeypatch):
     """Codec of a format that a plugin declares, whose functions a test may replace."""
     point, codec = entry_point("acme", "acme_plugin", "acme", "1.0"), ModuleType("acme_int8")
-    monkeypatch.setitem(sys.modules, "acme_plugin", also(module(), attnplug_kv_formats=[ACME]))
+    monkeypatch.setitem(sys.modules, "acme_plugin", also(module(), attnplug_kv_formats=[ACME, LATENT]))
     codec.encode, codec.decode = encode, decode
     monkeypatch.setitem(sys.modules, "acme_int8", codec)
     points, broken = find_entry_points()
@@ -95,18 +97,44 @@ def test_sparse_layers_keep_rows_and_index_keys_in_a_format(acme):
         ({"kv_dtype": "acme_int8", "page_size": 6}, UsageError, ["6", "4", "acme_int8"]),
         ({"kv_dtype": "acme_int8", "attention_backend": "triton_mha"}, Exception, ["triton_mha", "acme_int8"]),
         ({"index_dtype": "nvfp4"}, UsageError, ["index_dtype", "nvfp4", "acme_int8"]),
+        (
+            {"index_dtype": "acme_int8", "model": "tiny:glm_moe_dsa", "page_size": 6},
+            UsageError,
+            ["index_dtype", "6", "4"],
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_weights_are_read(acme, monkeypatch, changes, error, named):
     monkeypatch.setattr(prepare_module, "load_model", lambda *given, **settings: pytest.fail("weights were read"))
     with raises_naming(error, *named):
-        Engine("tiny:llama", **OPTIONS | changes)
+        Engine(**{"model": "tiny:llama"} | OPTIONS | changes)
 
 
-def test_a_codec_that_contradicts_its_declaration_is_refused_before_weights_are_read(acme, monkeypatch):
+@pytest.mark.parametrize(
+    ("model", "setting"),
+    [("tiny:llama", "kv_dtype"), ("tiny:deepseek_v3", "kv_dtype"), ("tiny:glm_moe_dsa", "index_dtype")],
+)
+@pytest.mark.parametrize(("function", "named"), [("decode", "NaN"), ("kernel", "no driver")])
+def test_a_faulty_codec_or_kernel_is_refused_before_weights_are_read(
+    acme, monkeypatch, model, setting, function, named
+):
+    """E2: of rows and of index keys."""
+
+    def kernel(parts, scale):
+        raise RuntimeError("no driver\nand more")
+
     monkeypatch.setattr(prepare_module, "load_model", lambda *given, **settings: pytest.fail("weights were read"))
-    acme.decode = lambda parts: decode(parts) * float("nan")
+    acme.decode, acme.kernel = (lambda parts: decode(parts) * float("nan")) if function == "decode" else decode, kernel
+    monkeypatch.setitem(ACME.kernels, "cpu", "acme_int8:kernel")
     load_codec.cache_clear()
-    with raises_naming(PluginError, "acme_int8", "NaN") as error:
-        Engine("tiny:llama", **OPTIONS, kv_dtype="acme_int8")
+    with raises_naming(PluginError, "acme_int8", named) as error:
+        Engine(model, **OPTIONS | {setting: "acme_int8"})
+    assert "\n" not in str(error.value)
+
+
+def test_a_draft_whose_rows_do_not_fit_is_named(acme):
+    """E2"""
+    draft = {"speculative_algorithm": "standalone", "speculative_draft_model": "tiny:llama"}
+    with raises_naming(UsageError, "acme_latent", "tiny:llama", "mha") as error:
+        Engine("tiny:deepseek_v3", **OPTIONS, kv_dtype="acme_latent", **draft)
     assert "\n" not in str(error.value)

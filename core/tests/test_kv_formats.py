@@ -15,8 +15,9 @@ from torch import Tensor
 from attnplug import KVFormat, LayerSpec, MHAPool, MLAPool, ModelSpec, PoolError, Problem, Role, RowPart, UsageError
 from attnplug.cli.plugins import _other
 from attnplug.declare.errors import PluginError
-from attnplug.host import BackendRequest, KVPools, load_registry, select
+from attnplug.host import BackendRequest, KVPools, explain, load_registry, select
 from attnplug.kernels import PageCopy, RowFormat
+from attnplug.sparse import IndexerDims
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.plugins import EMBEDDED, Install, also, module
 from support.pools import mha_layer, mla_layer, random_rows
@@ -70,6 +71,7 @@ def codec(monkeypatch: pytest.MonkeyPatch) -> Codec:
     ("change", "named"),
     [
         ({"name": "Acme 8"}, ["Acme 8"]),
+        ({"name": "fp8"}, ["fp8", "float8_e4m3fn"]),
         ({"summary": ""}, ["summary"]),
         ({"parts": ()}, ["parts"]),
         ({"parts": (("int8", 1),)}, ["RowPart"]),
@@ -83,7 +85,12 @@ def codec(monkeypatch: pytest.MonkeyPatch) -> Codec:
         ({"rope": "bf16"}, ["bf16", "bfloat16"]),
         ({"layer_scale": 1}, ["layer_scale", "1"]),
         ({"page_multiple": 0}, ["page_multiple"]),
+        ({"rope": "int8"}, ["rope", "int8", "bfloat16"]),
+        ({"codec": None, "parts": (RowPart("float8_e5m2"),)}, ["codec", "bfloat16, float16, float32"]),
+        ({"codec": None, "parts": (RowPart("int8"),)}, ["codec"]),
         ({"kernels": {"cuda": "acme"}}, ["kernels", "acme"]),
+        ({"kernels": {"cuda:0": "acme:kernel"}}, ["kernels", "cuda:0"]),
+        ({"kernels": ["acme:kernel"]}, ["kernels", "acme:kernel", "dict"]),
     ],
     ids=str,
 )
@@ -117,11 +124,6 @@ def test_a_plugin_brings_formats(install: Install) -> None:
     assert [(item.kind, item.name) for item in _other(registry)] == [("KV format", "acme_int8")]
     with raises_naming(UsageError, "index_dtype", "acme_int8", "bfloat16"):
         registry.kv_format("acme_int8", "index_dtype", "index")
-
-
-def test_a_name_that_is_also_a_spelling_of_a_dtype_is_the_formats(install: Install) -> None:
-    registry = load_registry([EMBEDDED, install(also(module(), attnplug_kv_formats=[replace(ACME, name="fp8")]))], {})
-    assert registry.kv_format("fp8").codec == "acme_int8"
 
 
 def test_two_packages_with_the_same_name_are_both_named(install: Install) -> None:
@@ -181,6 +183,18 @@ def test_torch_native_is_selected_for_any_format(install: Install) -> None:
     )
     with raises_naming(UsageError, "acme_int8", "mla", "mha"):
         select(registry, BackendRequest(), problem())
+
+
+def test_a_format_of_index_keys_is_checked_like_one_of_rows(install: Install) -> None:
+    """E2: its groups and its pages, naming the option that requests it."""
+    format = replace(ACME, holds={"index"}, page_multiple=48)
+    registry = load_registry([EMBEDDED, install(also(module(), attnplug_kv_formats=[format]))], {})
+    for width, page_size, named in ((16, 64, ["64", "48"]), (6, 48, ["4", "6"])):
+        layer = replace(mla_layer(), indexer=IndexerDims(2, width, 8))
+        wrong = problem(layer, kv_dtype="float32", index_dtype="acme_int8", page_size=page_size)
+        with raises_naming(UsageError, "index_dtype", "acme_int8", *named) as error:
+            explain(registry, BackendRequest(), wrong)
+        assert "\n" not in str(error.value)
 
 
 # ---- pools ----
@@ -247,6 +261,7 @@ def no_scales(rows: Tensor) -> tuple[Tensor]:
         ({"decode": lambda parts: parts[2]}, ["IndexError"]),
         ({"encode": None}, ["TypeError"]),
         ({"encode": lambda rows: sys.exit(3)}, ["SystemExit"]),
+        ({"encode": lambda rows: sys.exit("first\nsecond")}, ["first"]),
     ],
     ids=lambda value: None if isinstance(value, dict) else value[0],
 )
@@ -285,6 +300,7 @@ def test_a_kernel_of_the_device_writes_rows(codec: Codec, monkeypatch: pytest.Mo
     format = codec()
     sys.modules[format.codec or ""].__dict__["make"] = lambda parts, scale: Kernel()
     sys.modules[format.codec or ""].__dict__["none"] = lambda parts, scale: None
+    sys.modules[format.codec or ""].__dict__["no_kernel"] = lambda parts, scale: "a\nkernel"
     rows, slots = random_rows(1, 2, 8), torch.tensor([0])
     MHAPool([LAYER], **SIZE, dtype=replace(format, kernels={"cpu": f"{format.codec}:make"})).write(
         0, slots, rows, rows[..., :4]
@@ -298,5 +314,7 @@ def test_a_kernel_of_the_device_writes_rows(codec: Codec, monkeypatch: pytest.Mo
         pool = MHAPool([LAYER], **SIZE, dtype=replace(format, kernels=kernels))
         pool.write(0, slots, rows, rows[..., :4])
         assert pool.read_keys(0, slots).any()
-    with raises_naming(PluginError, "acme_int8", "missing"):
-        MHAPool([LAYER], **SIZE, dtype=replace(format, kernels={"cpu": f"{format.codec}:missing"}))
+    for wrong, named in (("missing", "missing"), ("__name__", format.codec), ("no_kernel", "write(slots, rows)")):
+        with raises_naming(PluginError, "acme_int8", named or "") as error:
+            MHAPool([LAYER], **SIZE, dtype=replace(format, kernels={"cpu": f"{format.codec}:{wrong}"}))
+        assert "\n" not in str(error.value)

@@ -286,4 +286,4 @@ def test_a_codec_that_cannot_be_imported_is_named_before_pools_are_built(name: s
     """E2: by its format and module, for every kind of row."""
     format = KVFormat("acme_int8", "8-bit integers", (RowPart("int8"),), 0.1, codec="no_such_module")
     with pytest.raises(PluginError, check=naming("acme_int8", "no_such_module")):
-        check_codecs(load_model(f"tiny:{name}").layers, format)
+        check_codecs(load_model(f"tiny:{name}").layers, format, torch.device("cpu"))

@@ -128,7 +128,7 @@ class Subject:
         reasons = [refusal.message for refusal in self.registered.spec.refusals(problem, role, self.options)]
         if problem.kv_dtype is not None and problem.model is not None:
             try:
-                format_of(problem.kv_dtype).check(problem.model.layers, problem.page_size)
+                format_of(problem.kv_dtype).check(problem.model, problem.page_size)
             except UsageError as error:
                 reasons.append(str(error))
         return reasons

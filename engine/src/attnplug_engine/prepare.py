@@ -245,12 +245,15 @@ def _choose_backends(
     ranking = default_ranking(registry, problem, per_batch=True)
     request = target_request(registry, asked, problem, speculation, ranking)
     selection = choose_importable(registry, request, problem, ranking)
-    check_codecs(spec.layers, registry.kv_format(kv_dtype))
+    named = options.index_dtype
+    formats = registry.kv_format(kv_dtype), device, None if named is None else registry.kv_format(named)
+    check_codecs(spec.layers, *formats)
     draft = None
     if speculation is not None and speculation.has_model:
         with naming_draft(speculation):
             layers = draft_spec(speculation, model)
         draft = choose_draft(registry, asked, problem, speculation, layers, ranking)
+        check_codecs(layers.layers, *formats)
     return BackendChoice(
         model,
         options,

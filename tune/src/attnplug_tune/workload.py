@@ -123,7 +123,7 @@ def _problem(
     if not layers_to_measure(full)[0]:
         raise UsageError(f"{model.name} has no full-attention layer that can be measured; other kinds are not measured")
     kv_format = registry.kv_format(parsed.kv_dtype or dtype)
-    kv_format.check(full.layers, parsed.page_size)
+    kv_format.check(full, parsed.page_size)
     return Problem(
         full,
         device=device.type,

@@ -26,13 +26,13 @@ from attnplug.declare.problem import (
 from attnplug.declare.reading import (
     boolean,
     device_names,
+    dictionary,
     format_names,
     graph_level,
     integer,
     invariance_levels,
     members_of,
     names,
-    of_type,
     optional_integer,
     pairs,
 )
@@ -236,7 +236,6 @@ def weakest(children: Mapping[str, Claims], decided_by: Mapping[str, str] | None
 
 EXTRAS = ("entries", "lse", "out", "q_rope", "selected", "sinks")
 """Fields of ``ForwardExtras``, which is defined elsewhere because it needs torch."""
-_DICT = partial(of_type, wanted=dict, words="a dict")
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +276,7 @@ class Capabilities(Claims):
     coordinators: frozenset[str] = declared(names, frozenset())
     """Names of supported coordinators, for sparse and compressed layers. With one, ``attend`` must read only the cache
     rows of ``extras.selected``, given as ``SelectedSlots``, and what it loaded by ``load_entries``."""
-    architectures: Mapping[str, Any] = field(default_factory=dict, hash=False, metadata={"read": _DICT})
+    architectures: Mapping[str, Any] = field(default_factory=dict, hash=False, metadata={"read": dictionary})
     """Required architectures by device, such as ``{"acme": 3}``, in the form that the device's plugin compares."""
 
     def __post_init__(self) -> None:

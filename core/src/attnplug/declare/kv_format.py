@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from attnplug.declare.device import DEVICE_NAME
 from attnplug.declare.errors import PluginError, Setting, UsageError
 from attnplug.declare.installed import DOTTED
-from attnplug.declare.model import AttentionKind, LayerSpec
+from attnplug.declare.model import LayerSpec, ModelSpec
 from attnplug.declare.problem import DType
-from attnplug.declare.reading import boolean, names, several
+from attnplug.declare.reading import boolean, dictionary, names, several
 
 ROW_KINDS = frozenset({"mha", "mla", "index"})
 """Rows that a format may hold: keys and values of heads, latent rows, and index keys of sparse layers."""
@@ -41,32 +42,25 @@ class KVFormat:
 
     ::
 
-        KVFormat(
-            name="int4_groups",
-            summary="4-bit integers, one float16 scale per 32 values",
-            codec="attnplug_acme.int4_groups",
-            parts=(RowPart("uint8", per=2), RowPart("float16", per=32)),
-            error=0.1,
-        )
+        parts = (RowPart("uint8", per=2), RowPart("float16", per=32))
+        KVFormat("int4_groups", "4-bit integers in groups of 32", parts, error=0.1, codec="attnplug_acme.int4_groups")
 
     A row is the key or value of one token and head, a token's latent row or its index key. In a host's memory and in
     latent rows its parts follow one another, aligned as ``placed`` says; ``MHAPool`` keeps the parts of keys and values
-    apart. All parts move with the row when pages are copied.
+    apart. All parts move with the row when pages are copied. Raises :class:`PluginError` with every mistake.
 
     - ``codec``: a module with ``encode(rows)``, which takes rows ``[tokens, heads, width]`` and returns one tensor
       ``[tokens, heads, elements]`` per part, and ``decode(parts)``, which returns rows ``[tokens, heads, width]`` in
       float32 or bfloat16. Both are torch code for any device, do not synchronise, and treat each row independently.
-      The module is imported when a pool is built. Without a codec, the only part holds values rounded to its dtype.
+      The module is imported when a pool is built. Without a codec, the only part holds values in float32 or 16 bits.
     - ``error``: largest ‖read − written‖ / ‖written‖ of a row of normally distributed values.
     - ``holds``: a subset of ``mha`` (keys and values), ``mla`` (latent rows) and ``index`` (index keys).
-    - ``rope``: dtype in which the rotary columns of latent rows follow the parts; ``None``: they are encoded too.
+    - ``rope``: dtype of activations in which the rotary columns of latent rows follow the parts; ``None``: encoded too.
     - ``layer_scale``: rows are divided by a scale per layer before ``encode`` and multiplied after ``decode``.
     - ``page_multiple``: page sizes must be multiples of it.
     - ``kernels``: ``"package.module:attribute"`` by device type: a function of (parts, scale) that returns a
       ``RowKernel``, or ``None`` if it cannot serve this device. ``parts`` are views ``[pages, page_size, heads,
       elements]``. With a method ``pair(other)``, it returns one whose ``write(slots, k, v)`` is a single launch.
-
-    Raises :class:`PluginError` with every mistake of the declaration.
     """
 
     name: str
@@ -81,7 +75,7 @@ class KVFormat:
     kernels: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        for name, read in (("parts", several), ("holds", names)):
+        for name, read in (("parts", several), ("holds", names), ("kernels", dictionary)):
             object.__setattr__(self, name, read(f"{name} of KV format {self.name!r}", getattr(self, name)))
         boolean(f"layer_scale of KV format {self.name!r}", self.layer_scale)
         if problems := list(self._problems()):
@@ -90,27 +84,32 @@ class KVFormat:
     def _problems(self) -> Iterator[str]:
         if not isinstance(self.name, str) or not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", self.name):
             yield "name must be at most 64 lower-case letters, digits and underscores, starting with a letter"
+        elif DType.spelled(self.name) not in (None, self.name):
+            yield f"users write {self.name!r} for {DType.spelled(self.name)}; choose another name"
         if not isinstance(self.summary, str) or not self.summary or not self.summary.isprintable():
             yield f"summary {self.summary!r} must be one line of text"
         if not self.parts or not all(type(part) is RowPart for part in self.parts):
             yield f"parts {self.parts!r} must be one or more RowPart(dtype, per)"
             return
         dtypes, pers = [part.dtype for part in self.parts], [part.per for part in self.parts if part.per is not None]
-        if unknown := {*dtypes, self.rope or dtypes[0]} - set(_NBYTES):
+        if unknown := set(map(str, dtypes)) - set(_NBYTES):
             yield f"dtypes {unknown} are unknown; known are {', '.join(_NBYTES)}"
+        if self.rope is not None and str(self.rope) not in PLAIN_FORMATS:
+            yield f"rope {self.rope!r} must be one of {', '.join(sorted(PLAIN_FORMATS))}, or None"
         if wrong := [per for per in (*pers, self.page_multiple) if type(per) is not int or per < 1]:
             yield f"per (or None for one element per row) and page_multiple must be whole numbers from 1, not {wrong}"
         if not isinstance(self.error, float | int) or not 0 <= self.error < 1:
             yield f"error {self.error!r} must be a relative error from 0, below 1"
         if not self.holds or not self.holds <= ROW_KINDS:
             yield f"holds {set(self.holds)}; give some of {', '.join(sorted(ROW_KINDS))}"
-        if self.codec is None and (self.in_bytes or pers != [1] or self.layer_scale):
-            yield "without a codec it has one part of one element per value, no rope and no layer scale; give the codec"
+        plain = self.parts in [(RowPart(each),) for each in PLAIN_FORMATS] and self.rope is None
+        if self.codec is None and (self.layer_scale or not plain):
+            yield f"without a codec it is one part of {', '.join(sorted(PLAIN_FORMATS))}, no more; give the codec"
         if self.codec is not None and not re.fullmatch(DOTTED, str(self.codec)):
             yield f"codec {self.codec!r} must be a module, 'package.module'"
-        for target in map(str, self.kernels.values()):
-            if not re.fullmatch(rf"{DOTTED}:{DOTTED}", target):
-                yield f"kernels: {target!r} must be a string 'package.module:attribute'"
+        for device, target in self.kernels.items():
+            if not (DEVICE_NAME.fullmatch(str(device)) and re.fullmatch(rf"{DOTTED}:{DOTTED}", str(target))):
+                yield f"kernels has {device!r}: {target!r}; give a device type: 'package.module:attribute'"
 
     def __str__(self) -> str:
         return self.name
@@ -152,30 +151,28 @@ class KVFormat:
             return self.row_nbytes(layer.mla.row_dim, layer.mla.qk_rope_head_dim)
         return layer.num_kv_heads * (self.row_nbytes(layer.head_dim) + self.row_nbytes(layer.v_head_dim))
 
-    def misfit(self, layer: LayerSpec) -> str | None:
-        """Return why the format cannot hold a full-attention layer's rows; ``None`` if it can."""
-        kind = "mha" if layer.mla is None else "mla"
+    def misfit(self, layer: LayerSpec, *, index: bool = False) -> str | None:
+        """Return why the format cannot hold a full-attention layer's rows, or its index keys; ``None`` if it can."""
+        kind, widths = "mha", {layer.head_dim, layer.v_head_dim}
+        if index and layer.indexer is not None:
+            kind, widths = "index", {layer.indexer.head_dim}
+        elif layer.mla is not None:
+            kind, widths = "mla", {layer.mla.row_dim if self.rope is None else layer.mla.kv_lora_rank}
         if kind not in self.holds:
-            return f"it holds {' and '.join(sorted(self.holds))} rows; layer {layer.layer_id} is {layer.kind}"
-        widths = {layer.head_dim, layer.v_head_dim}
-        if layer.mla is not None:
-            widths = {layer.mla.row_dim if self.rope is None else layer.mla.kv_lora_rank}
-        wrong = sorted(width for width in widths if width % self.group)
-        if wrong:
+            return f"it holds {' and '.join(sorted(self.holds))} rows; layer {layer.layer_id} has {kind} rows"
+        if wrong := sorted(width for width in widths if width % self.group):
             return f"its rows are in groups of {self.group} values; layer {layer.layer_id} has rows of {wrong[0]}"
         return None
 
-    def check(self, layers: Iterable[LayerSpec], page_size: int | None) -> None:
-        """Raise UsageError if the format cannot hold these layers, or not with this page size."""
-        kinds = (AttentionKind.MHA, AttentionKind.MLA)
-        misfits = (self.misfit(layer) for layer in layers if layer.kind in kinds)
+    def check(self, model: ModelSpec, page_size: int | None, setting: Setting = Setting.KV_DTYPE) -> None:
+        """Raise UsageError if the format, given by ``setting``, cannot hold a model's rows, or not in these pages."""
+        index = setting is Setting.INDEX_DTYPE
+        misfits = (self.misfit(layer, index=index) for layer in (model.index_layers if index else model.full_layers))
         if (misfit := next(filter(None, misfits), None)) is not None:
-            raise UsageError(f"`{Setting.KV_DTYPE}` {self.name} cannot hold the model's rows: {misfit}; use another")
+            raise UsageError(f"`{setting}` {self.name} cannot hold rows of {model.name}: {misfit}; use another")
         if page_size is not None and page_size % self.page_multiple:
-            raise UsageError(
-                f"`{Setting.PAGE_SIZE}` {page_size} is not a multiple of {self.page_multiple}, as `{Setting.KV_DTYPE}` "
-                f"{self.name} requires; give one that is"
-            )
+            needs = f"is not a multiple of {self.page_multiple}, as `{setting}` {self.name} requires"
+            raise UsageError(f"`{Setting.PAGE_SIZE}` {page_size} {needs}; give one that is")
 
 
 PLAIN_FORMATS = frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})

@@ -91,6 +91,7 @@ def _pairs(name: str, values: object) -> frozenset[tuple[int, int]]:
 
 
 boolean = partial(of_type, wanted=bool, words="True or False")
+dictionary = partial(of_type, wanted=dict, words="a dict")
 graph_level = partial(of_type, wanted=GraphLevel, words="a GraphLevel")
 invariance_levels = names_of(INVARIANCE.__contains__, f"known are {', '.join(INVARIANCE)}")
 device_names = optional(names_of(DEVICE_NAME.fullmatch, "give torch device types, such as cuda, without an index"))

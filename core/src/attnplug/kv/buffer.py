@@ -287,7 +287,7 @@ def load_codec(format: KVFormat, width: int) -> ModuleType:
         if not bool(read.isfinite().all()):
             raise PluginError("decode returned NaN or infinity for rows whose values are from -2 to 2")
     except (Exception, SystemExit) as error:
-        raise PluginError(f"KV format {format.name!r} (codec {format.codec}): {describe_error(error)}") from error
+        raise PluginError(f"KV format {format}: {format.codec}: {describe_error(error).splitlines()[0]}") from error
     return codec
 
 
@@ -377,6 +377,9 @@ def format_kernel(format: KVFormat, parts: Sequence[Tensor], scale: float, devic
     if (target := format.kernels.get(device_type)) is None:
         return None
     try:
-        return cast("RowKernel | None", pkgutil.resolve_name(target)(parts, scale))
+        kernel: RowKernel | None = pkgutil.resolve_name(target)(parts, scale)
+        if kernel is not None and not hasattr(kernel, "write"):
+            raise PluginError(f"it returned {kernel!r}; return None, or an object with write(slots, rows)")
     except (Exception, SystemExit) as error:
-        raise PluginError(f"KV format {format.name!r}: kernel {target}: {describe_error(error)}") from error
+        raise PluginError(f"KV format {format}: kernel {target}: {describe_error(error).splitlines()[0]}") from error
+    return kernel

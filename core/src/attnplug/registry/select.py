@@ -53,11 +53,12 @@ def explain(
     for name in (request.attention, *request.roles.values()):
         if name != AUTO:
             registry.get(name)  # an unknown name is an error even if the role is not needed or no model is known
-    format = None if problem.kv_dtype is None else registry.kv_format(problem.kv_dtype)
+    named = ((Setting.KV_DTYPE, problem.kv_dtype, None), (Setting.INDEX_DTYPE, problem.index_dtype, "index"))
+    formats = {setting: registry.kv_format(name, setting, holds) for setting, name, holds in named if name is not None}
     if problem.model is None:
         return Selection(problem, {}, problem.page_size, given, failed or {}, request.verify)
-    if format is not None:
-        format.check(problem.model.layers, problem.page_size)
+    for setting, format in formats.items():
+        format.check(problem.model, problem.page_size, setting)
     chooser = _Chooser(registry, request, problem, failed or {}, given, ranking)
     by_name = [Role.PREFILL] if problem.prefilled_by_host and Role.PREFILL in request.roles else []
     choices = {role: chooser.choose(role) for role in (*by_name, *problem.roles())}
@@ -70,7 +71,7 @@ def explain(
             f"`{Setting.ATTENTION_BACKEND}` {request.attention} is given, but {_why_unneeded(Role.PREFILL, problem)}; "
             f"leave it out, or give `{Role.LINEAR.setting}`"
         )
-    multiple = math.lcm(problem.model.page_multiple, 1 if format is None else format.page_multiple)
+    multiple = math.lcm(problem.model.page_multiple, *(format.page_multiple for format in formats.values()))
     chosen = [choice.chosen for choice in choices.values() if choice.chosen is not None]
     page_size = problem.page_size
     if page_size is None and chosen:  # a multiple of ``multiple`` that all chosen backends support

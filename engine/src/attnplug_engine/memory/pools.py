@@ -25,14 +25,16 @@ class _Pages(TypedDict):
     device: torch.device
 
 
-def check_codecs(layers: Sequence[LayerSpec], format: KVFormat) -> None:
-    """Run a format's codec once for every width of these layers' rows, without allocating a pool.
+def check_codecs(
+    layers: Sequence[LayerSpec], format: KVFormat, device: torch.device, index_format: KVFormat | None = None
+) -> None:
+    """Run the codecs of the formats of rows and index keys once for every width, and make their kernels for one page.
 
-    Raises PluginError if it cannot be imported, or contradicts its declaration.
+    Raises PluginError if one cannot be imported, or contradicts its declaration.
     """
-    for pool in (MHAPool, MLAPool):
-        if any(map(pool.serves, layers)):
-            pool.all_formats(layers, format)
+    for pool, held in ((MHAPool, format), (MLAPool, format), (IndexKeyPool, index_format)):
+        if held is not None and held.codec is not None and any(map(pool.serves, layers)):
+            pool(layers, num_pages=1, page_size=held.page_multiple, dtype=held, device=device)
 
 
 def build_pools(
