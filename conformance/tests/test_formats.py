@@ -11,6 +11,7 @@ import torch
 
 from attnplug import KVFormat, RowPart, UsageError
 from attnplug.cli.app import parse, run
+from attnplug.declare.errors import PluginError
 from attnplug.host import load_registry
 from attnplug.kv.buffer import CodedRows, PagedBuffer
 from attnplug_conformance.format_checks import FORMAT_CHECKS, check_format
@@ -82,6 +83,21 @@ def by_order(parts):
     return decode(parts) * (1 + 1e-5 * torch.arange(len(parts[0])).view(-1, 1, 1))
 
 
+def in_place(rows):
+    scales = encode(rows)[1]
+    return rows.div_(scales).round().to(torch.int8), scales
+
+
+def of_contiguous(rows):
+    values, scales = encode(rows.view(-1, rows.shape[-1]))
+    return values.view(rows.shape), scales.view(*rows.shape[:2], 1)
+
+
+def of_some(rows):
+    rows.max()
+    return encode(rows)
+
+
 _noise = torch.Generator().manual_seed(0)
 CODECS = {
     "of_batch": {"encode": of_batch},
@@ -90,6 +106,9 @@ CODECS = {
     "truncated": {"encode": truncated},
     "at_random": {"encode": at_random},
     "by_order": {"decode": by_order},
+    "in_place": {"encode": in_place},
+    "of_contiguous": {"encode": of_contiguous},
+    "of_some": {"encode": of_some},
     "no_zeros": {"decode": lambda parts: decode(parts) + (parts[0] == 0).float() * 1e-6},
 }
 MUTANTS = [
@@ -99,6 +118,9 @@ MUTANTS = [
     ("truncated", "round_trip", "declares 0.02"),
     ("of_all", "magnitudes", "2^-10"),
     ("no_zeros", "round_trip", "zeros"),
+    ("in_place", "inputs", "must not write"),
+    ("of_contiguous", "inputs", "view size"),
+    ("of_some", "inputs", "no rows"),
     ("by_order", "prefix", "prefix hit"),
     ("at_random", "prefix", "other bytes"),
 ]
@@ -112,6 +134,82 @@ def test_a_broken_codec_is_caught(name, check, message):
 
 def test_a_good_format_passes():
     assert failures(GOOD) == {}
+
+
+def test_an_error_that_is_declared_far_too_large_is_caught():
+    """E2: by itself, and a kernel is compared with the codec, not with the declaration."""
+    assert "declares 0.99" in failures(replace(GOOD, error=0.99))["mla", "round_trip"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"codec": "no_such_module"}, "no_such_module"),
+        ({"codec": "of_nan"}, "NaN"),
+        ({"kernels": {"cpu": "good_int8:no_kernel"}}, "no_kernel"),
+    ],
+)
+def test_a_declaration_that_contradicts_itself_is_one_line(changes, message, monkeypatch):
+    """E2: not one for each check."""
+    monkeypatch.setitem(sys.modules, "of_nan", codec("of_nan", decode=lambda parts: decode(parts) * float("nan")))
+    with pytest.raises(PluginError, match=message) as error:
+        failures(replace(GOOD, **changes))
+    assert "\n" not in str(error.value)
+
+
+class Writer:
+    """Kernel that writes rows times ``factor``, by torch operations."""
+
+    def __init__(self, parts, factor=1.0, slots=lambda slots, count: slots[(slots >= 0) & (slots < count)]):
+        self.parts, self.factor, self.slots = parts, factor, slots
+
+    def write(self, slots, rows):
+        count, size = len(self.parts[0]) * self.parts[0].shape[1], self.parts[0].shape[1]
+        live = torch.isin(slots, self.slots(slots, count))
+        for part, cells in zip(self.parts, encode(rows * self.factor), strict=True):
+            part[slots[live] // size, slots[live] % size] = cells[live]
+
+
+class Pair:
+    def __init__(self, keys, values):
+        self.keys, self.values = keys, values
+
+    def write(self, slots, keys, values):
+        self.keys.write(slots, keys)
+        self.values.write(slots, values)
+
+
+def other_values(parts, scale):
+    keys = Writer(parts)
+    keys.pair = lambda values: Pair(keys, Writer(values.parts, 0.5))
+    return keys
+
+
+WRITERS = {
+    "good": (lambda parts, scale: Writer(parts), None, ""),
+    "padding": (lambda parts, scale: Writer(parts, slots=lambda slots, count: slots[slots < count]), "padding", "-1"),
+    "behind": (
+        lambda parts, scale: Writer(parts, slots=lambda slots, count: slots[slots >= 0]),
+        "padding",
+        "IndexError",
+    ),
+    "before": (
+        lambda parts, scale: Writer(parts, slots=lambda slots, count: slots[(slots != -1) & (slots < count)]),
+        "padding",
+        "outside the pool",
+    ),
+    "factor": (lambda parts, scale: Writer(parts, 1.4), "kernel", "differ by 0.4"),
+    "other_values": (other_values, "kernel", "differ by 0.5"),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_broken_kernel_is_caught(name, monkeypatch):
+    """E2: also one that writes only values wrong, and whatever error is declared."""
+    make, check, message = WRITERS[name]
+    monkeypatch.setattr(sys.modules["good_int8"], "make", make, raising=False)
+    found = failures(replace(GOOD, error=0.99 if check == "kernel" else 0.02, kernels={"cpu": "good_int8:make"}))
+    assert message in found["mha", check] if check else not found
 
 
 @pytest.mark.parametrize("name", load_registry().kv_formats)
@@ -137,25 +235,6 @@ def test_pools_that_leave_a_scale_behind_are_caught(method, check, change, monke
 
     monkeypatch.setattr(PagedBuffer, method, broken)
     assert ("mha", check) in failures(GOOD)
-
-
-def test_a_kernel_that_writes_other_rows_is_caught(monkeypatch):
-    """E2"""
-
-    class Kernel:
-        def __init__(self, rows):
-            self.rows = rows
-
-        def write(self, slots, rows):
-            kernel, self.rows.kernel = self.rows.kernel, None
-            self.rows.write(slots, rows * 1.1, padded=self.rows.check_targets(slots))
-            self.rows.kernel = kernel
-
-    right = CodedRows.__init__
-    monkeypatch.setattr(
-        CodedRows, "__init__", lambda self, *a, **k: (right(self, *a, **k), setattr(self, "kernel", Kernel(self)))[0]
-    )
-    assert "differ" in failures(GOOD)["mla", "kernel"]
 
 
 def test_a_declaration_of_other_bytes_is_caught(monkeypatch):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,7 @@ from attnplug import AttentionKind, KVFormat, LayerSpec, MHAPool, MLAPool
 from attnplug.declare.errors import AttnplugError, describe_error
 from attnplug.host import MLADims
 from attnplug.kernels import PageCopy, RowFormat, RowPool
+from attnplug.kv.buffer import PagedBuffer
 from attnplug.kv.layout import LayoutName
 from attnplug_conformance.arithmetic import as_bytes
 from attnplug_conformance.diagnosis import CheckFailure
@@ -20,6 +23,8 @@ from attnplug_conformance.stored_rows import StoredRows
 
 _PAGES = 6
 _LAYER = 3
+_EXAGGERATED, _FINE = 10, 0.01
+"""A declared error is at most so many times the one found, unless it is small anyway."""
 
 
 class _IndexKeys(RowPool):
@@ -31,7 +36,10 @@ class _IndexKeys(RowPool):
 
 
 class FormatScene:
-    """A pool in a format with one layer, and random rows that are written to scattered slots."""
+    """A pool in a format with one layer, and random rows that are written to scattered slots.
+
+    Rows of kind ``mha`` have 4 heads: two of keys and two of values.
+    """
 
     def __init__(
         self,
@@ -43,39 +51,52 @@ class FormatScene:
     ) -> None:
         self.format, self.kind, self.device, self.scale = format, kind, device, scale
         self.page_size, group = 4 * format.page_multiple, format.group
-        self.width, self.rope, self.heads = group * max(1, 64 // group), 0, 2 if kind == "mha" else 1
+        width, self.rope, self.heads = group * max(1, 64 // group), 0, 4 if kind == "mha" else 1
         if kind == "mla":
             self.rope = group * -(-16 // group) if format.rope is None else 16
-        sizes: dict[str, Any] = {"num_pages": _PAGES, "page_size": self.page_size, "dtype": format, "device": device}
-        width, self.width = self.width, self.width + self.rope
-        self.pool: MHAPool | RowPool
-        if kind == "mha":
-            layer = LayerSpec(_LAYER, AttentionKind.MHA, 2, 2, width, width, 1.0)
-            scales = {_LAYER: (scale, scale)} if format.layer_scale else None
-            self.pool = MHAPool([layer], **sizes, layout=layout, scales=scales)
-            self.parts = tuple(part for parts in self.pool.parts(_LAYER) for part in parts)
-            return
+        self.width = width + self.rope
+        pool: type[MHAPool | RowPool] = MHAPool if kind == "mha" else MLAPool if kind == "mla" else _IndexKeys
+        self.layer = LayerSpec(_LAYER, AttentionKind.MHA, 2, 2, width, width, 1.0)
         if kind == "mla":
             dims = MLADims(width, 16, self.rope)
-            layer = LayerSpec(_LAYER, AttentionKind.MLA, 2, 2, 32, 16, 1.0, mla=dims)
-            self.pool = MLAPool([layer], **sizes, scales={_LAYER: scale} if format.layer_scale else None)
-        else:
-            layer = LayerSpec(_LAYER, AttentionKind.MHA, 1, 1, width, width, 1.0)
-            self.pool = _IndexKeys([layer], **sizes, scales={_LAYER: scale} if format.layer_scale else None)
-        self.parts = self.pool.parts(_LAYER)
+            self.layer = LayerSpec(_LAYER, AttentionKind.MLA, 2, 2, 32, 16, 1.0, mla=dims)
+        each = (scale,) * len(pool.contents)
+        self.settings: dict[str, Any] = {
+            "page_size": self.page_size,
+            "dtype": format,
+            "scales": {_LAYER: each} if format.layer_scale else None,
+        }
+        self.pool = pool([self.layer], num_pages=_PAGES, device=device, layout=layout, **self.settings)
+
+    @property
+    def stores(self) -> tuple[PagedBuffer, ...]:
+        """Memory of keys and of values, or of the only rows."""
+        return self.pool._layers[_LAYER]
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return tuple(part.pages for rows in self.stores for part in rows.parts)
+
+    def in_host_memory(self) -> tuple[FormatScene, list[Tensor]]:
+        """Return the scene over memory of a host, and that memory, which has one page more than the pool."""
+        pages = [rows.pages for rows in self.stores]
+        memory = [torch.zeros(_PAGES + 1, *each.shape[1:], dtype=each.dtype, device=each.device) for each in pages]
+        held = {_LAYER: tuple(pages[:_PAGES] for pages in memory)}
+        other = copy(self)
+        other.pool = type(self.pool).over([self.layer], held, "pages tokens heads dim", **self.settings)
+        return other, memory
+
+    def separate(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Return rows ``[tokens, heads, width]`` as the pool takes them: keys and values, or the only rows; views."""
+        return rows.chunk(2, 1) if self.kind == "mha" else (rows,)
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
-        """Write rows ``[tokens, heads, width]``: as keys, with reversed columns as values, or as the only rows."""
-        if isinstance(self.pool, MHAPool):
-            self.pool.write(_LAYER, slots, rows, rows.flip(-1))
-        else:
-            self.pool.write(_LAYER, slots, rows)
+        """Write rows ``[tokens, heads, width]``."""
+        self.pool.write(_LAYER, slots, *(each.contiguous() for each in self.separate(rows)))
 
     def read(self, slots: Tensor) -> Tensor:
         """Return rows ``[*slots.shape, heads, width]``."""
-        if isinstance(self.pool, MHAPool):
-            return self.pool.read_keys(_LAYER, slots)
-        return self.pool.read_rows(_LAYER, slots).unsqueeze(-2)
+        return torch.cat([rows.read(slots) for rows in self.stores], -2)
 
     @property
     def stored(self) -> StoredRows:
@@ -109,16 +130,28 @@ def _error(found: Tensor, wanted: Tensor) -> float:
     return float(((found.double() - wanted.double()).norm(dim=-1) / sizes).max())
 
 
+@contextmanager
+def _failing_as(text: str) -> Iterator[None]:
+    """Raise any exception as a CheckFailure: ``text``, then the exception."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckFailure(f"{text} {describe_error(error)}") from error
+
+
 def _round_trip(scene: FormatScene) -> None:
-    slots = scene.slots(20)
+    slots, largest, declared = scene.slots(20), 0.0, scene.format.error
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         rows = scene.rows(20, dtype=dtype)
         scene.write(slots, rows)
         error = _error(scene.read(slots), rows)
-        if not error <= scene.format.error:
-            raise CheckFailure(
-                f"{dtype} rows are read back with an error of {error:.3f}; it declares {scene.format.error}"
-            )
+        if not error <= declared:
+            raise CheckFailure(f"{dtype} rows are read back with an error of {error:.2g}; it declares {declared}")
+        largest = max(largest, error)
+    if declared > max(_FINE, _EXAGGERATED * largest):
+        raise CheckFailure(
+            f"rows are read back with an error of {largest:.2g}; it declares {declared}, which tells users nothing"
+        )
     zeros = torch.zeros(20, scene.heads, scene.width, device=scene.device)
     scene.write(slots, zeros)
     if scene.read(slots).any() or not scene.read(slots).isfinite().all():
@@ -133,7 +166,8 @@ def _magnitudes(scene: FormatScene) -> None:
     rows = scene.rows(20) * sizes
     scene.write(slots, rows)
     if not (error := _error(scene.read(slots), rows)) <= scene.format.error:
-        raise CheckFailure(f"rows of magnitudes from 2^-10 to 2^10 are read back with an error of {error:.3f}")
+        held = "rows of magnitudes from 2^-10 to 2^10" if own else "rows"
+        raise CheckFailure(f"{held} are read back with an error of {error:.2g}; it declares {scene.format.error}")
     rows = scene.rows(20)
     rows[:, :, ::16] *= 30.0  # outliers
     scene.write(slots, rows)
@@ -152,7 +186,34 @@ def _padding(scene: FormatScene) -> None:
     padded[[0, 3, 7]] = -1
     scene.write(padded, scene.rows(8, 1))
     if extra := scene.changed(before) - set(padded.tolist()):
-        raise CheckFailure(f"a write to slots {padded.tolist()} changes slots {sorted(extra)}; -1 must not be written")
+        raise CheckFailure(
+            f"a write to slots {padded.tolist()} changes slots {sorted(extra)}, which are not among them"
+        )
+    hosted, memory = scene.in_host_memory()
+    outside = torch.tensor([-7, _PAGES * scene.page_size], device=scene.device)
+    with _failing_as(f"the kernel must skip slots {outside.tolist()}, which are outside the pool, and raises"):
+        for store, given in zip(hosted.stores, hosted.separate(scene.rows(2, 1)), strict=True):
+            if store.kernel is not None:
+                store.kernel.write(outside, given.contiguous())
+    if any(as_bytes(pages).any() for pages in memory):
+        raise CheckFailure(
+            f"the kernel for {scene.device.type} writes slots {outside.tolist()}, which are outside the pool"
+        )
+
+
+def _inputs(scene: FormatScene) -> None:
+    slots, rows = scene.slots(12), scene.rows(12)
+    fused = torch.cat((rows, rows), 1)
+    with _failing_as("rows that are views of wider ones, as of a fused projection, raise"):
+        scene.pool.write(_LAYER, slots, *scene.separate(fused[:, : scene.heads]))
+    if not torch.equal(fused, torch.cat((rows, rows), 1)):
+        raise CheckFailure("a write changes the rows that it is given; encode must not write to them")
+    before = scene.memory()
+    scene.write(slots, rows)
+    if scene.changed(before):
+        raise CheckFailure("rows that are views of wider ones, as of a fused projection, are stored differently")
+    with _failing_as("a write of no rows raises"):
+        scene.write(slots[:0], rows[:0])
 
 
 def _independent(scene: FormatScene) -> None:
@@ -170,11 +231,11 @@ def _independent(scene: FormatScene) -> None:
     others = [index for index in range(12) if index != 5]
     if not torch.equal(scene.read(slots)[others], together[others]):
         raise CheckFailure("writing one row changes what is read for its neighbours: they share a scale")
-    if scene.heads > 1:
+    for head in range(1, scene.heads):
         other = rows.clone()
-        other[:, 1] *= 50.0
+        other[:, head] *= 50.0
         scene.write(slots, other)
-        if not torch.equal(scene.read(slots)[:, 0], together[:, 0]):
+        if not torch.equal(scene.read(slots)[:, head - 1], together[:, head - 1]):
             raise CheckFailure("writing one head changes what is read for another: they share a scale")
 
 
@@ -206,29 +267,32 @@ def _prefix(scene: FormatScene) -> None:
 
 
 def _bytes(scene: FormatScene) -> None:
-    rows = _PAGES * scene.page_size * scene.heads * (2 if scene.kind == "mha" else 1)
-    wanted = rows * scene.format.row_nbytes(scene.width, scene.rope)
+    wanted = _PAGES * scene.page_size * scene.heads * scene.format.row_nbytes(scene.width, scene.rope)
     if scene.pool.nbytes != wanted:
         raise CheckFailure(f"its rows take {scene.pool.nbytes} bytes, but it declares {wanted}")
 
 
 def _layouts(scene: FormatScene) -> None:
-    if scene.kind != "mha":
-        return
-    other = FormatScene(scene.format, scene.kind, scene.device, "head_major", scene.scale)
+    others = {"a host's memory": scene.in_host_memory()[0]}
+    if scene.kind == "mha":
+        others["the head_major layout"] = FormatScene(scene.format, "mha", scene.device, "head_major", scene.scale)
     slots, rows = scene.slots(12), scene.rows(12)
-    for each in (scene, other):
+    for each in (scene, *others.values()):
         each.write(slots, rows)
-    if not torch.equal(scene.read(slots), other.read(slots)):
-        raise CheckFailure("rows are read differently in the head_major layout")
+    for name, other in others.items():
+        if not torch.equal(scene.read(slots), other.read(slots)):
+            raise CheckFailure(f"rows are read differently in {name}")
 
 
 def _kernel(scene: FormatScene) -> None:
     """A kernel's rows, on a device that has one, are those of the codec, but for values rounded the other way."""
+    if all(rows.kernel is None for rows in scene.stores):
+        return
     slots, rows = scene.slots(20), scene.rows(20, dtype=torch.bfloat16)
     scene.write(slots, rows)
     wanted = scene.stored.read_back(rows, scene.scale)
-    if not (error := _error(scene.read(slots), wanted)) <= scene.format.error / 2 + 1e-6:
+    most = min(scene.format.error / 2, _error(wanted, rows)) + 1e-6
+    if not (error := _error(scene.read(slots), wanted)) <= most:
         raise CheckFailure(
             f"the kernel for {scene.device.type} stores rows that differ by {error:.3f} from the codec's"
         )
@@ -238,11 +302,12 @@ FORMAT_CHECKS: dict[str, tuple[str, Callable[[FormatScene], None]]] = {
     "bytes": ("a row takes the declared bytes", _bytes),
     "round_trip": ("rows are read back within the declared error", _round_trip),
     "magnitudes": ("rows of any magnitude are held, outliers give no NaN", _magnitudes),
-    "padding": ("slots of -1 are not written", _padding),
+    "padding": ("slots of -1, and by kernels those outside the pool, are not written", _padding),
+    "inputs": ("rows are written from views, in any number, and stay as they are given", _inputs),
     "independent": ("rows, heads and their scales do not influence one another", _independent),
     "copies": ("copied pages and moved rows keep their scales", _copies),
     "prefix": ("reused rows are equal bit by bit, however they were written and are read", _prefix),
-    "layouts": ("rows are the same in every layout of a page", _layouts),
+    "layouts": ("rows are the same in every layout of a page, and in a host's memory", _layouts),
     "kernel": ("what a kernel writes is what the codec writes", _kernel),
 }
 """Requirement and function of each check, by name."""
@@ -263,12 +328,17 @@ class FormatResult:
 
 
 def check_format(format: KVFormat, device: torch.device) -> Iterator[FormatResult]:
-    """Run every check of a format, for each kind of rows that it holds."""
+    """Run every check of a format, for each kind of rows that it holds.
+
+    Raises PluginError if its codec contradicts the declaration, or its kernel cannot be made.
+    """
+    scale = 0.25 if format.layer_scale else 1.0
     for kind in sorted(format.holds):
+        FormatScene(format, kind, device, scale=scale)
         for name, (requirement, run) in FORMAT_CHECKS.items():
             message = ""
             try:
-                run(FormatScene(format, kind, device, scale=0.25 if format.layer_scale else 1.0))
+                run(FormatScene(format, kind, device, scale=scale))
             except (CheckFailure, AttnplugError) as error:
                 message = str(error)
             except Exception as error:
