@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -139,6 +141,18 @@ def test_a_device_that_cannot_be_opened_is_a_usage_error_of_one_line() -> None:
             open_device("acme", {"acme": declared}.__getitem__)
         assert caught.value.settings == ("device",)
         assert "acme" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("changes", [{"streams": True}, {"graphs": "CUDAGraph"}])
+def test_a_module_without_the_declared_interface_is_refused_when_it_is_opened(changes: dict[str, Any]) -> None:
+    """E2: not in the middle of a run. The module has nothing of it but the class of graphs."""
+    partial = ModuleType("torch_acme")
+    partial.__dict__["CUDAGraph"] = object
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "torch_acme", partial)
+        with pytest.raises(UsageError, match=r"torch_acme.*no attribute") as caught:
+            open_device("cpu", {"cpu": DeviceSpec("cpu", module="torch_acme", **changes)}.__getitem__)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_cpu_is_opened_without_an_index_and_has_no_streams() -> None:

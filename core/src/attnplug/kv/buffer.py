@@ -72,10 +72,8 @@ class PagedBuffer:
     def check_rows(self, slots: Tensor, rows: Tensor, name: str) -> None:
         """Raise PoolError for rows whose shape ``write`` cannot store, before anything is written."""
         if slots.dim() != 1 or rows.shape != (slots.shape[0], *self._row):
-            raise PoolError(
-                f"{name} of shape {list(rows.shape)} cannot be written to slots of shape {list(slots.shape)}; "
-                f"give [tokens, {self._row[0]}, {self._row[1]}] and [tokens]"
-            )
+            given = f"{name} of shape {list(rows.shape)} cannot be written to slots of shape {list(slots.shape)}"
+            raise PoolError(f"{given}; give [tokens, {self._row[0]}, {self._row[1]}] and [tokens]")
 
     def check_targets(self, slots: Tensor) -> bool:
         """Raise PoolError for slots that ``write`` cannot store to, before anything is written.
@@ -243,10 +241,8 @@ def copy_pages(buffers: Iterable[PagedBuffer], copies: Sequence[PageCopy]) -> No
 def move_rows(buffers: Sequence[PagedBuffer], sources: Tensor, targets: Tensor) -> None:
     """Copy rows in each of ``buffers``, which hold the same slots on one device; see ``KVPools.move_rows``."""
     if targets.dim() != 1 or sources.shape != targets.shape:
-        raise PoolError(
-            f"rows cannot be moved from slots of shape {list(sources.shape)} to slots of shape {list(targets.shape)}; "
-            "give [n] and [n]"
-        )
+        given = f"from slots of shape {list(sources.shape)} to slots of shape {list(targets.shape)}"
+        raise PoolError(f"rows cannot be moved {given}; give [n] and [n]")
     buffers[0]._check_device(sources)
     padded = buffers[0]._check_slots(targets, padding=True)
     if not targets.numel():

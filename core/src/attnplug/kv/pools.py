@@ -275,10 +275,8 @@ class KVPools:
         held = self.caches.get(key)
         if not isinstance(held, key.kind):
             names = ", ".join(sorted(repr(other.name) for other in self.caches)) or "none"
-            raise PoolError(
-                f"the pools hold no cache {key.name!r} of class {key.kind.__name__}; caches held: {names}; "
-                "build the pools with it"
-            )
+            wanted = f"cache {key.name!r} of class {key.kind.__name__}"
+            raise PoolError(f"the pools hold no {wanted}; caches held: {names}; build the pools with it")
         return held
 
     @property

@@ -18,6 +18,8 @@ from attnplug.declare.errors import UsageError, describe_error
 from attnplug.machine.hardware import CUDA
 
 _CPU = torch.device("cpu")
+_STREAMS = "Stream Event stream current_stream synchronize mem_get_info empty_cache device_count set_device"
+_GRAPHS = "graph graph_pool_handle is_current_stream_capturing"
 
 
 class DeviceRuntime:
@@ -28,6 +30,9 @@ class DeviceRuntime:
         self.spec, self.pinned = spec, spec.pinned
         self.module: Any = imported if spec.streams else None
         self.graph: Any = None if spec.graphs is None else getattr(imported, spec.graphs)
+        for needed, names in ((spec.streams, _STREAMS), (spec.graphs, _GRAPHS)):
+            for name in names.split() if needed else ():
+                getattr(imported, name)  # one that is missing is reported now, not when it is called
 
     def processor(self, device: torch.device) -> Processor:
         """Return the name and architecture of a device."""
