@@ -253,6 +253,8 @@ def extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str]
         for name in ("acme", "my_int4", "my_int4.plugin", "my_int4.codec"):
             monkeypatch.delitem(sys.modules, name, raising=False)
         target = "my_int4.plugin" if (tmp_path / "my_int4").exists() else "acme"
+        code = f"import sys, {target}; sys.exit('torch' in sys.modules)"  # `attnplug backends` loads plugins
+        subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
         point = entry_point("acme", target, "acme", "1.0")
         points, broken = find_entry_points()
         monkeypatch.setattr("attnplug.registry.registry.find_entry_points", lambda: ([*points, point], broken))
@@ -285,10 +287,15 @@ def test_the_format_of_the_page_conforms_and_the_engine_serves_it(extension: Cal
 def test_the_page_on_workspace_kinds_declares_and_requests_one(extension: Callable[[str], Registry]) -> None:
     """A2"""
     kind = extension("writing-a-workspace-kind").workspace_kinds["acme-counters"].value
-    acme, owner = importlib.import_module("acme"), WorkspaceOwner()
+    (_, backend), owner = (
+        blocks((ROOT / "docs" / "writing-a-workspace-kind.md").read_text(), "python"),
+        WorkspaceOwner(),
+    )
+    names: dict[str, Any] = {}
+    exec(compile(backend, "docs/writing-a-workspace-kind.md", "exec"), names)
     context = SimpleNamespace(workspace=owner, device=torch.device("cpu"), name="acme")
-    assert acme.reserve(context).kind is acme.COUNTERS and kind.zeroed
-    assert not acme.reserve(context).buffer.any() and len(owner.report()) == 1
+    assert names["reserve"](context).kind is names["COUNTERS"] and kind.zeroed
+    assert not names["reserve"](context).buffer.any() and len(owner.report()) == 1
 
 
 def test_the_page_on_rankings_ships_a_folder(extension: Callable[[str], Registry], tmp_path: Path) -> None:
