@@ -24,7 +24,7 @@ from attnplug_conformance.stored_rows import StoredRows
 _PAGES = 6
 _LAYER = 3
 _EXAGGERATED, _FINE = 10, 0.01
-"""A declared error is at most so many times the one found, unless it is small anyway."""
+"""A declared error is at most ``_EXAGGERATED`` times the measured one, or at most ``_FINE``."""
 
 
 class _IndexKeys(RowPool):
