@@ -6,6 +6,7 @@ from mutants import Mutant
 
 _SCHEDULE = "self.rows, self.split = ROWS, SPLIT"
 _MERGE = "for other, others, product in parts[1:]:"
+_BASE = "base = torch.maximum(largest, other)"
 _SCORES = "return q.transpose(0, 1).contiguous() @ keys.transpose(1, 2)"
 _READ = "keys, values = self.rows_of(work, request, total, layer)"
 _ADVANCE = "out[rows], after = self.advance(inputs, rows, states[slot], layer)"
@@ -31,6 +32,7 @@ MUTANTS = [
          "work, start = plan.metadata, 0; work.split = SPLIT if self.calls % 5 < 3 else SPLIT // 2\n"),
         ("schedule_of_an_earlier_batch", _START,
          "work, start = plan.metadata, 0; work.split = Backend.calls or SPLIT; Backend.calls = 64\n"),
+        ("lane", *_split("geometry.lane")),
         ("another_instance", "    calls = 0\n",
          "    calls = 0\n\n    def __init__(self, context):\n        super().__init__(context)\n"
          "        global SPLIT; SPLIT = 48 - SPLIT\n"),
@@ -51,17 +53,32 @@ MUTANTS = [
         ("padded_requests", *_split("not geometry.seq_lens.all()")),
         ("page_table_width", *_split("geometry.page_table.shape[1] % 2")),
         ("page_numbers", *_split("geometry.page_table[0, 0] % 2")),
+        ("contiguous_pages", *_split("(geometry.page_table[0, :3].diff() == 1).sum() == 2")),
+        ("shared_pages", *_split("geometry.requests > 1 and geometry.page_table[0, 0] == geometry.page_table[1, 0]")),
         ("bounds", *_split("geometry.host is None")),
+        ("typical_lengths", *_split("geometry.typical is not None")),
+        ("slot_mapping", *_split("geometry.slots is not None")),
+        ("strides_of_queries", _START, f"{_START[:-1]}; work.split = SPLIT // (2 - q.is_contiguous())\n"),
+        ("long_prefill_of_another_request", *_split("geometry.max_new > 128")),
+        ("many_requests", *_split("geometry.requests > 40")),
+        ("without_log_sum_exps", _START,
+         f"{_START[:-1]}; work.split = SPLIT // (1 + (extras.lse is None and work.geometry.requests > 2))\n"),
     ),
     *_of(
         "graph",
         ("captured", *_split("geometry.captured")),
         ("captured_size", *_split("geometry.captured and geometry.requests > 4")),
+        ("captured_decode", *_split("geometry.captured and geometry.mode == 'decode'")),
+        ("captured_large_size", *_split("geometry.captured and geometry.requests > 12")),
+        ("captured_for_typical_lengths", *_split("geometry.captured and geometry.typical is not None")),
     ),
     *_of(
         "chunks",
         ("prefix_length_moves_the_grid", _READ, f"work.split = SPLIT // (1 + (total - count > 20)); {_READ}"),
         ("rows_of_the_chunk", *_split("geometry.max_new > 16")),
+        ("chunks_of_whole_blocks", _READ, f"work.split = SPLIT // (1 + (count % 64 == 0)); {_READ}"),
+        ("rescaling_if_a_row_of_the_tile_needs_it", _BASE,
+         f"{_BASE}; base = torch.where((base - largest).max() > 5.5, base, largest)"),
         ("decode_by_another_kernel", *_split("geometry.mode == 'decode'")),
         ("mixed_by_another_kernel", *_split("geometry.mode == 'mixed'")),
     ),

@@ -75,7 +75,7 @@ def test_a_failure_shows_the_smallest_pair_of_batches_and_repeats_it() -> None:
     level, case = failing(result)
     first, second = from_text(case)[1].first, from_text(case)[1].second
     assert level == "batch" and first.describe() in result.message and second.describe() in result.message
-    assert len(first.lengths) == 1 and len(second.lengths) == 4
+    assert len(first.lengths) == 1 and len(second.lengths) + second.padded == 4
     assert (first.before, first.new) == (second.before, second.new) and first.before <= 32 and first.new == 1
     again = run_check(CHECKS[mutant.caught_by], replace(made, random_case=case))
     assert again.status is Status.FAILED and again.repeat == result.repeat

@@ -28,18 +28,27 @@ class Step:
     """Requests in front of the one under test, as (cached rows, new rows)."""
     behind: Lengths = ()
     pages: str = "shuffled"
+    shared: bool = False
+    """The other requests share the leading pages of the one under test, as with a prefix cache."""
     width: int = 0
     """Unused columns of the page table."""
     padded: int = 0
-    """Padded requests."""
+    """Padded requests, and as many padding rows of q, k and v."""
     exact: bool = True
     """False if the host gives upper bounds instead of lengths."""
+    typical: bool = False
+    """The host gives typical lengths."""
+    slots: bool = False
+    """The host gives the slot mapping."""
+    strided: bool = False
+    """q, k and v are not contiguous."""
     shape: tuple[int, int] | None = None
     """Requests and rows of the captured batch that is replayed; ``None``: eager."""
     fresh: bool = False
     """Run on a newly built backend."""
     stream: bool = False
     """Run on another stream."""
+    lane: int = 0
     seed: int = 0
     """Seed of page numbers and of the other requests' rows."""
 
@@ -62,9 +71,12 @@ class Step:
         """Describe the batch in one line: all requests, the one under test in brackets, and what else differs."""
         shown = [f"{before}+{new}" for before, new in self.lengths]
         shown[len(self.ahead)] = f"[{shown[len(self.ahead)]}]"
-        named = ("before", "new", "mode", "ahead", "behind")
-        more = {name: value for name, value in changed_fields(self).items() if name not in named}
+        more = {name: value for name, value in changed_fields(self).items() if name not in _REQUESTS}
         return f"{self.mode} of {', '.join(shown)} rows" + "".join(f", {name} {value}" for name, value in more.items())
+
+
+_REQUESTS = ("before", "new", "mode", "ahead", "behind")
+"""Fields of a step that describe its requests; the others are conditions."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +225,7 @@ def _simpler_layer(comparison: Comparison) -> Iterator[Comparison]:
 PASSES: tuple[Callable[[Comparison], Iterator[Comparison]], ...] = (
     _fewer_requests,
     _shorter,
-    *(partial(_reset, name) for name in ("padded", "width", "exact", "pages", "shape", "stream", "fresh", "seed")),
+    *(partial(_reset, field.name) for field in fields(Step) if field.name not in _REQUESTS),
     _simpler_layer,
     _shorter_requests,
 )

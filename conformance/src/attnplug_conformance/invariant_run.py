@@ -10,18 +10,20 @@ from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise, starmap
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from attnplug import ForwardExtras, ForwardMode
-from attnplug.host import ModelAttention
+from attnplug import ForwardExtras, ForwardMode, Geometry
+from attnplug.host import KVPools, ModelAttention, TypicalLens
 from attnplug.linear import LinearInputs
 from attnplug.machine.runtime import runtime_of
 from attnplug_conformance.arithmetic import NAN, as_bytes, poison
 from attnplug_conformance.case import LAYER, Case
 from attnplug_conformance.check import CheckContext
+from attnplug_conformance.checks.cache import uncontiguous
 from attnplug_conformance.checks.graphs import Capture
 from attnplug_conformance.checks.sparse import SparseCapture, SparseScene, check_selected
 from attnplug_conformance.invariant_case import Step
@@ -49,17 +51,20 @@ def make_runner(context: CheckContext, case: Case, steps: Iterable[Step]) -> Ste
 
 
 class StepScene(Scene):
-    """Scene of one step. The backend reads the runner's cache, to which the scene's cache is copied."""
+    """Scene of one step, in the cache of its runner, which is poisoned first."""
 
     __test__ = False
 
     def __init__(self, runner: DenseRunner, step: Step) -> None:
-        self.step, self.place = step, len(step.ahead)
+        self.base, self.step, self.place = runner.base, step, len(step.ahead)
+        cached = [before // (runner.case.page_size or 1) for before, _ in step.lengths]
         case = replace(
             runner.case,
             lengths=step.lengths,
             mode=step.mode,
             pages=step.pages,
+            shared=(0, *starmap(min, pairwise(cached))) if step.shared else (),
+            padding=step.padded,
             padded_requests=step.padded,
             exact=step.exact,
             seed=step.seed,
@@ -70,7 +75,30 @@ class StepScene(Scene):
         self.q[start : start + step.new] = q[step.before : total]
         self.keys[self.place] = keys[:total]
         self.values[self.place] = keys[:total, :, : self.widths[1]] if case.mla is not None else values[:total]
+        for rows in self.cache_rows():
+            self.share(rows)
         self.store(LAYER, [(0, before) for before, _ in case.lengths])
+
+    def _pools(self, zero_region: str | None) -> KVPools:
+        for memory in self.base.cache_tensors(LAYER):
+            poison(memory)
+        return self.base.pools
+
+    def share(self, rows: list[Tensor]) -> None:
+        """Copy the rows of shared pages, from the request under test outwards."""
+        for request in sorted(range(len(self.case.shared)), key=lambda each: abs(each - self.place))[1:]:
+            nearer = request + (1 if request < self.place else -1)
+            stop = self.case.shared[max(request, nearer)] * self.page_size
+            rows[request][:stop] = rows[nearer][:stop]
+
+    def geometry(self, *, lane: int = 0, slots: Tensor | None = None) -> Geometry:
+        made = super().geometry(lane=self.step.lane)
+        if self.step.typical:
+            made = replace(made, typical=TypicalLens.of(self.totals))
+        return replace(made, slots=made.new_slots()) if self.step.slots else made
+
+    def inputs(self, rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        return uncontiguous(*super().inputs(rows)) if self.step.strided else super().inputs(rows)
 
     def _page_table(self) -> tuple[Tensor, int, int]:
         table, pages, unused = super()._page_table()
@@ -96,14 +124,20 @@ class DenseRunner:
         total = max(max(sum(each) for each in step.lengths) + step.width * size for step in steps)
         mode = captured[0].mode if captured else case.mode
         new = 1 if not captured else captured[0].new if mode is not ForwardMode.EXTEND else -(-rows // requests)
-        largest = replace(case, lengths=((total, new),) * requests, mode=mode, padding=rows)
+        lanes = 1 + max(step.lane for step in steps)
+        lengths = ((total, new), *((0, new),) * (requests - 1))
+        largest = replace(case, lengths=lengths, mode=mode, padding=rows, lanes=lanes)
         self.base = self._base(largest)
         self.captures: dict[tuple[int, int], Capture] = {}
         if captured:
             attention = ModelAttention(self.base.backend, self.base.pools)
             shapes = sorted({step.shape for step in captured if step.shape is not None})
             attention.reserve(max(shape[0] for shape in shapes), max(shape[1] for shape in shapes))
-            self.captures = {shape: self._capture(attention, shape).capture() for shape in shapes}
+            for number, shape in enumerate(shapes):
+                capture = self.captures[shape] = self._capture(attention, shape)
+                if number % 2:
+                    capture.batch.geometry = replace(capture.batch.geometry, typical=TypicalLens(total // 2, total))
+                capture.capture()
 
     def _base(self, case: Case) -> Scene:
         return Scene(self.context.subject, case)
@@ -151,22 +185,11 @@ class DenseRunner:
             capture.put(scene)
             out, lse = capture.replay(), None if capture.extras is None else capture.extras.lse
         else:
-            self._put(scene)
             output = scene.run(lse=self.lse)
             out, lse = output.out, output.lse
             if check:
                 self.context.check_output(scene, output)
         return {"output": out} if lse is None else {"output": out, "log-sum-exp": lse}
-
-    def _put(self, scene: StepScene) -> None:
-        """Copy the cache of a step's scene to the memory that the backend reads."""
-        for memory, theirs in zip(self.base.cache_tensors(LAYER), scene.cache_tensors(LAYER), strict=True):
-            _replace_contents(memory, theirs)
-
-
-def _replace_contents(memory: Tensor, contents: Tensor) -> None:
-    poison(memory)
-    as_bytes(memory)[: len(contents)] = as_bytes(contents)
 
 
 class SparseStepScene(SparseScene, StepScene):
@@ -180,6 +203,7 @@ class SparseStepScene(SparseScene, StepScene):
         assert self.queries is not None
         self.queries[0][start : start + step.new], self.queries[1][start : start + step.new] = q[rows], weights[rows]
         self.index_rows[self.place] = keys[: step.total]
+        self.share(self.index_rows)
         pool = self.pools.cache(INDEX_KEYS)
         page, offset = self.places(self.place, 0, step.before)
         cells = self.stored_keys.encode(keys[: step.before].unsqueeze(1))
@@ -220,11 +244,11 @@ class SparseRunner(DenseRunner):
             out = capture.replay()
             scene.check_selection(capture.selected)
         else:
-            self._put(scene)
             for theirs, memory in zip(
                 scene.pools.cache(INDEX_KEYS).parts(LAYER), self.base.pools.cache(INDEX_KEYS).parts(LAYER), strict=True
             ):
-                _replace_contents(memory, theirs)
+                poison(memory)
+                as_bytes(memory)[: len(theirs)] = as_bytes(theirs)
             batch = scene.plan(scene.batch())
             selected = scene.select(batch)
             lse = torch.full((batch.num_tokens, scene.layer.num_heads), NAN, device=scene.device) if self.lse else None
@@ -246,10 +270,10 @@ class LinearRunner:
     def _build(self) -> None:
         requests = max(len(step.lengths) + step.padded for step in self.steps)
         rows = max(max(step.rows, step.total) for step in self.steps)
-        lengths = ((0, -(-rows // requests)),) * requests
+        lengths, lanes = ((0, -(-rows // requests)),) * requests, 1 + max(step.lane for step in self.steps)
         self.states: dict[int, list[Tensor] | None] = {}
         """States of the request under test after a number of rows."""
-        self.base = LinearScene(self.context.subject, replace(self.case, lengths=lengths))
+        self.base = LinearScene(self.context.subject, replace(self.case, lengths=lengths, lanes=lanes))
 
     @cached_property
     def tested(self) -> LinearScene:
@@ -271,7 +295,7 @@ class LinearRunner:
         if module is not None:
             module.synchronize()
         with nullcontext() if module is None else module.stream(module.Stream()):
-            conv, out = scene.run()
+            conv, out = scene.run(scene.batch(lane=step.lane))
         if module is not None:
             module.synchronize()
         if check and step.mode is not ForwardMode.TARGET_VERIFY:

@@ -29,12 +29,13 @@ from attnplug_conformance.invariant_case import PASSES, Comparison, Step, from_t
 from attnplug_conformance.invariant_run import Results, StepRunner, make_runner
 from attnplug_conformance.random_case import UNIFORM, Lengths
 from attnplug_conformance.shrink import shrink
+from attnplug_conformance.stored_rows import coded_formats
 from attnplug_conformance.subject import Subject, Unclaimed
 
 DECODE, EXTEND, MIXED = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED
 VERIFY = ForwardMode.TARGET_VERIFY
-SHARE = 0.1
-"""Share of the time budget for random cases that each level may use; at least one pair of batches is compared."""
+SHARE, LEAST = 0.1, 9
+"""Share of the time budget for random cases that each level may use, and pairs of batches that are compared anyway."""
 REPEATS = 6
 """Repetitions of a batch: an autotuner tries several kernels before it settles on one."""
 BLOCKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -62,7 +63,8 @@ class Schedules:
         if case.kind.is_linear:
             self.longest = min(self.longest, 200)
         can = subject.capabilities
-        self.bounds = not can.needs_cpu_seq_lens and not case.kind.is_linear
+        self.paged = not case.kind.is_linear
+        self.bounds = not can.needs_cpu_seq_lens and self.paged
         self.modes = [mode for mode in (DECODE, EXTEND, MIXED, VERIFY) if self._serves(mode)]
         self.most_verified = min(can.max_speculative_tokens, 7)
 
@@ -83,7 +85,8 @@ class Schedules:
 
     def others(self, count: int, most: int) -> Lengths:
         """Return ``count`` random requests with fewer than ``most`` cached rows."""
-        return tuple((self.edge(most) - 1, self.edge(80 if count < 4 else 5)) for _ in range(count))
+        new = 80 if count < 4 else 5 if count < 16 else 1
+        return tuple((self.edge(most) - 1, self.edge(new)) for _ in range(count))
 
     def tested(self) -> list[Step]:
         """Return the requests under test, the longest of every mode first: within and across pages."""
@@ -100,33 +103,38 @@ class Schedules:
     def run(self) -> Pairs:
         for step in self.tested():
             both = replace(step, ahead=self.others(1, 40), behind=self.others(2, 200))
-            yield both, [*[both] * REPEATS, replace(both, fresh=True), replace(both, stream=True)]
+            changes: tuple[dict[str, Any], ...] = ({"fresh": True}, {"stream": True}, {"lane": 1})
+            yield both, [*[both] * REPEATS, *(replace(both, **each) for each in changes)]
 
     def batch(self) -> Pairs:
-        for step in self.tested():
-            new, long = step.new, self.longest
+        for place, step in enumerate(self.tested()):
+            new, long, many = step.new, self.longest, 63 if self.subject.device.type == "cuda" or not place else 15
             varied: list[dict[str, Any]] = [
-                {"behind": ((long - 1, new),)},
-                {"ahead": ((1, new),)},
+                {"behind": ((long - 1, new),), "typical": self.paged},
+                {"ahead": ((1, new),), "slots": self.paged, "strided": self.paged},
+                {"ahead": ((0, min(520, long)),)},
                 {"ahead": self.others(3, 300), "behind": self.others(3, 60)},
-                {"behind": self.others(63 if self.subject.device.type == "cuda" else 15, 30)},
-                {"pages": "descending", "seed": 7},
+                {"behind": self.others(many, 30)},
+                {"pages": "contiguous", "seed": 7},
                 {"padded": 3},
             ]
-            if not self.case.kind.is_linear:
-                varied.append({"width": 9})
+            if self.paged:
+                varied += [{"width": 30}, {"behind": ((step.before, new),) * 2, "shared": True}]
             if self.bounds:
-                varied += [{"exact": False}, {"exact": False, "padded": 2, "ahead": self.others(1, long)}]
+                varied += [
+                    {"exact": False, "width": 30},
+                    {"exact": False, "padded": 2, "ahead": self.others(1, long), "typical": True},
+                ]
             yield step, [replace(step, **changes) for changes in varied]
 
     def graph(self) -> Pairs:
-        for mode in self.modes:
-            if self.subject.capabilities.cuda_graph < GRAPH_LEVELS.get(mode, GraphLevel.ALWAYS) or mode is MIXED:
-                continue
-            tested = next(step for step in reversed(self.tested()) if step.mode is mode)
-            for companions in ((), self.others(2, 100)):
-                step = replace(tested, behind=companions)
-                sizes = [len(step.lengths) + more for more in (0, 1, 5)]
+        can, most = self.subject.capabilities.cuda_graph, 60 if self.subject.device.type == "cuda" else 17
+        modes = [mode for mode in self.modes if mode is not MIXED and can >= GRAPH_LEVELS[mode]]
+        for alone in (True, False):
+            for mode in modes:
+                tested = [step for step in self.tested() if step.mode is mode]
+                step = tested[0] if alone else replace(tested[-1], behind=self.others(2, 60))
+                sizes = [len(step.lengths) + more for more in (0, 1, most)]
                 rows = [size * step.new if mode in UNIFORM else step.rows + 3 * (size - sizes[0]) for size in sizes]
                 shapes = list(zip(sizes, rows, strict=True))
                 yield step, [replace(step, shape=shape) for shape in shapes for _ in range(2)]
@@ -140,7 +148,7 @@ class Schedules:
             offsets |= {total // 2, total - 2, total - 1}
             steps: list[Step] = []
             for offset in sorted(each for each in offsets if 0 < each < total):
-                steps += [Step(offset, total - offset), Step(offset, 1)]
+                steps += [Step(0, offset), Step(offset, total - offset), Step(offset, 1)]
                 steps += [Step(offset, 1, mode) for mode in (DECODE, MIXED) if mode in self.modes]
             yield Step(0, total), self.rng.sample(steps, min(len(steps), 24))
 
@@ -175,11 +183,13 @@ class Schedules:
                 behind=self.others(rng.choice((0, 1, 3)), rng.choice((20, self.longest))),
                 pages=rng.choice(("shuffled", "contiguous", "interleaved")),
                 padded=rng.choice((0, 2)),
-                width=0 if self.case.kind.is_linear else rng.choice((0, 5)),
                 exact=exact,
                 seed=rng.randrange(1000),
             )
-        return step
+            if self.paged:
+                width, given = rng.choice((0, 5)), rng.random() < 0.5
+                step = replace(step, width=width, typical=given, slots=given, strided=given, shared=rng.random() < 0.3)
+        return replace(step, lane=rng.randrange(2))
 
 
 def difference(first: tuple[Step, Results], second: tuple[Step, Results]) -> str | None:
@@ -261,12 +271,15 @@ def _check_level(level: str, context: CheckContext) -> None:
         if (found := _outcome(context, comparison)) is not None:
             raise _failure(context, level, comparison, found)
         return
-    compared, digest, end = 0, None, time.process_time() + SHARE * subject.budget
-    for case in _layers(context):
+    compared, digest, start = 0, None, time.process_time()
+    layers = list(_layers(context))
+    for number, case in enumerate(layers):
+        end = start + SHARE * subject.budget * (number + 1) / len(layers)
         runners: dict[object, StepRunner] = {}
-        pairs = list(getattr(Schedules(subject, case, seed), level)())
-        for first, steps in pairs:
-            if compared and time.process_time() > end:
+        pairs = list(getattr(Schedules(subject, case, seed + number), level)())
+        turn = (3 if len(pairs) % 3 else 2) * number  # layers begin with other modes and lengths
+        for first, steps in (*pairs[turn % len(pairs) :], *pairs[: turn % len(pairs)]) if pairs else ():
+            if compared >= LEAST and time.process_time() > end:
                 break
             # A captured batch has the mode and the rows per request of the scene that it is captured in.
             shape = first.mode, first.new
@@ -278,7 +291,9 @@ def _check_level(level: str, context: CheckContext) -> None:
             expected = runner.run(first, check=True)
             if digest is None:
                 digest = zlib.crc32(b"".join(as_bytes(each).cpu().numpy().tobytes() for each in expected.values()))
-            for step in steps:
+            for place, step in enumerate(Random(seed + number).sample(steps, len(steps))):
+                if place >= LEAST // 3 and compared >= LEAST and time.process_time() > end:
+                    break
                 compared += 1
                 if (found := difference((first, expected), (step, runner.run(step)))) is not None:
                     repeats = REPEATS if level == "run" else 2
@@ -289,20 +304,22 @@ def _check_level(level: str, context: CheckContext) -> None:
 
 
 def _layers(context: CheckContext) -> Iterator[Case]:
-    """Yield the check's layer, then one with each feature that the backend claims, and one in another dtype."""
+    """Yield the check's layer, then layers with features, dtypes and KV formats that the backend claims."""
     subject, case = context.subject, context.case
     yield case
     if case.kind.is_linear or case.index is not None:
         return
     can = subject.capabilities
     changes = [FEATURES[name][1] for name in ("window_and_cap", "sinks", "window", "cap")]
-    found: list[Case] = []
+    # Large logits: a kernel that rescales its sums only then decides so for a tile.
+    found = [replace(case, extras=case.extras - {"lse"}, magnitude=2.0)]
     for change in changes[: 2 if subject.device.type == "cpu" else 4]:
         made = {**change, "extras": case.extras | change.get("extras", frozenset())}
         found.append(replace(case, **made | ({"window": 20} if "window" in made else {})))
-    if case.extras:
-        found.append(replace(case, extras=case.extras - {"lse"}))
     found += [replace(case, dtype=dtype) for dtype in sorted(can.dtypes) if dtype != case.dtype][:1]
+    held = [format.name for format in coded_formats(case.kind)]
+    claimed = [name for name in held if can.kv_dtypes is None or name in can.kv_dtypes]
+    found += [replace(case, kv_dtype=name, dtype=None) for name in sorted(claimed)[:1]]
     for each in found:
         try:
             yield subject.fit(each)

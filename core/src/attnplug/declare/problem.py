@@ -18,7 +18,7 @@ LARGEST_TREE = 64
 """Maximum rows of a draft tree: the rows that one row sees are a 64-bit mask."""
 INVARIANCE: Mapping[str, str] = MappingProxyType(
     {
-        "run": "repetition of the batch, stream, and process",
+        "run": "repetition of the batch, lane, stream, and process",
         "batch": "the other requests of the batch (number, lengths, order, position), padded requests, page numbers, "
         "page-table width, and bounds instead of exact lengths",
         "graph": "eager execution, capture, and replay at any captured size",
