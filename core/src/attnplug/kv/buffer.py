@@ -280,7 +280,7 @@ def load_codec(format: KVFormat, width: int) -> ModuleType:
         if read.shape != rows.shape or read.dtype not in (torch.float32, torch.bfloat16):
             given = f"decode returned {read.dtype} {list(read.shape)}"
             raise PluginError(f"{given}; it must return float32 or bfloat16 {list(rows.shape)}")
-        if not bool(read.isfinite().all()):
+        if bool(read.isfinite().logical_not().any()):
             raise PluginError("decode returned NaN or infinity for rows whose values are from -2 to 2")
     except (Exception, SystemExit) as error:
         raise PluginError(f"KV format {format}: {format.codec}: {describe_error(error).splitlines()[0]}") from error
