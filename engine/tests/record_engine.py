@@ -1,11 +1,13 @@
 """Start an engine or embedder on a fake H200, and print the Triton kernels that it launches.
 
-Arguments: a model and the settings as JSON; ``embed`` among them for an embedder.
+Arguments: a model and the settings as JSON; ``embed`` among them for an embedder. With ``prompts``, lengths of prompts
+that are served together, batch by batch, the kernels are those that serving launches and the start-up did not.
 """
 
 import json
 import sys
 
+from attnplug_engine import engine
 from attnplug_engine.execution.compile_ahead import GPU, AheadRequest
 from attnplug_engine.options import EmbedOptions, EngineOptions
 from attnplug_engine.recording.__main__ import start
@@ -17,6 +19,18 @@ H200 = GPU({"name": "NVIDIA H200", **PROPERTIES}, 140 << 30, ("cuda", 90, 32))
 if __name__ == "__main__":
     settings, names = json.loads(sys.argv[2]), []
     kind = EmbedOptions if settings.pop("embed", False) else EngineOptions
+    if (batches := settings.pop("prompts", None)) is not None:
+        make = engine.Engine
+
+        def serve(*args: object, **named: object) -> None:
+            """Take the place of the engine's constructor, because fake tensors live as long as their mode."""
+            serving = make(*args, **named)  # type: ignore[arg-type]
+            names.clear()
+            for lengths in batches:
+                prompts = [[(number + place) % 97 for place in range(each)] for number, each in enumerate(lengths)]
+                serving.generate(prompts, max_tokens=3)
+
+        engine.Engine = serve  # type: ignore[assignment, misc]
     record_launches(H200.target, lambda name, _compile: names.append(name.rpartition(".")[2]))
     start(AheadRequest(sys.argv[1], kind(**settings), H200, ranks=1, workers=1, num_pages=settings.get("num_pages")))
     print(json.dumps(names))

@@ -72,6 +72,24 @@ def test_prefills_of_mla_as_mha_are_recorded(tmp_path):
     assert {"attend_ragged_rows", "order_tiles", "_latent_rows", "_up_projection", "_sort_pairs"} <= found.keys()
 
 
+@pytest.mark.long
+@needs_triton
+def test_a_start_up_reads_and_writes_a_coded_cache(tmp_path):
+    """E1, E2: what checks a format's codec on numbers passes on a GPU without any."""
+    settings = {"attention_backend": "triton_mha", "num_pages": 64, "kv_dtype": "fp8_e4m3"}
+    assert {"attend", "_write_pairs"} <= recorded(tmp_path, "llama", **settings).keys()
+
+
+@pytest.mark.long
+@needs_triton
+def test_prompts_of_any_lengths_launch_what_a_start_up_launched(tmp_path):
+    """E1: also prefills that are not captured, of several prompts, with odd numbers of tokens."""
+    settings = {"attention_backend": "triton_mha", "max_batch": 5, "context_length": 256, "chunked_prefill_size": 128}
+    prompts = [[70, 31], [3, 90], [7, 7, 9], [40, 41, 42], [100, 1, 2, 3, 4], [200, 9], [77], [119], [5] * 5]
+    late = recorded(tmp_path, "llama", cuda_graph_prefill_sizes=[16], prompts=prompts, **settings)
+    assert not late
+
+
 @needs_triton
 @pytest.mark.long
 def test_an_embedder_is_recorded(tmp_path):

@@ -64,8 +64,13 @@ def test_warm_up_covers_every_kind_of_step():
     assert lengths[: len(alone) + 3] == [[64], *([tokens] for tokens in alone), [81], [64 + 8192 + 17]]
     decoding = [[17] * count for count in (1, 2, 4, 6)]
     full_steps = [[32] * 2, [16] * 4, [10] * 6]
+    equal = [[tokens] * count for count in (2, 4, 6) for tokens in (2, 4, 8, 16, 32) if count * tokens <= 64]
+    longest = ((2, 63), (4, 61), (6, 59))
+    different = [[tokens, *[1] * (count - 1)] for count, most in longest for tokens in (2, 4, 8, 16, 32, most)]
     beside = [[17] * count + [145] for count in (1, 4, 5)]
-    assert lengths[len(alone) + 3 :] == decoding + full_steps + beside
+    several = lengths[len(alone) + 3 + len(decoding + full_steps) : -len(beside)]
+    assert lengths[len(alone) + 3 :] == decoding + full_steps + several + beside
+    assert sorted(several) == sorted(equal + different)
     assert {request.params.temperature for request in batches[-1]} == {0.0, 0.8}
     requests = [request for batch in batches for request in batch]
     assert len({request.id for request in requests}) == len(requests)
@@ -156,7 +161,9 @@ def test_the_warm_up_of_an_embedder_covers_every_kind_of_step():
     lengths = [[len(prompt) for prompt in batch] for batch in embedding_batches(capacity, 64)]
     alone = [1, 2, 4, 8, 15, 16, 17, 32, 64, 100]
     several = [[17] * 2, [32] * 2, [17] * 4, [16] * 4, [17] * 6, [10] * 6]
-    assert lengths == [[tokens] for tokens in alone] + several
+    different = [[4, *[1] * (count - 1)] for count in (2, 4, 6)]
+    assert lengths[: len(alone) + len(several)] == [[tokens] for tokens in alone] + several
+    assert all(kind in lengths for kind in different)
     assert list(embedding_batches(Capacity(1, 4, 8, 64, 500), 64)) == [[(0,) * tokens] for tokens in (1, 2, 3, 4)]
 
 
@@ -199,9 +206,10 @@ def test_prompts_that_do_not_fit_need_no_warm_up(monkeypatch):
 def test_no_prompt_of_an_embedder_waits_for_a_compiler():
     """E1"""
     embedder = Embedder("tiny:llama", device="cuda", dtype="bfloat16")
-    for count, tokens in [(1, 1), (1, 500), (7, 33), (32, 100), (2, 64), (5, 65)]:
-        embedder.embed([[1 + place % 100 for place in range(tokens)] for _ in range(count)])
-        assert [each.name for each in embedder.compilations_since_start] == [], (count, tokens)
+    kinds = [[1], [500], [33] * 7, [100] * 32, [64] * 2, [65] * 5, [3, 9], [7, 40, 900], [1, 2, 3, 4, 5, 250]]
+    for lengths in kinds:
+        embedder.embed([[1 + place % 100 for place in range(tokens)] for tokens in lengths])
+        assert [each.name for each in embedder.compilations_since_start] == [], lengths
 
 
 MODELS = {
@@ -220,13 +228,14 @@ def test_no_request_waits_for_a_compiler(model, dims, tmp_path):
     settings = {"random_weights": True, "dtype": "bfloat16", "max_batch": 128, "num_pages": 1024, "page_size": 64}
     engine = Engine(tmp_path, device="cuda", chunked_prefill_size=2048, **settings)
     vocab = engine.vocab_size
-    for count, tokens in [(1, 8184), (1, 2048), (32, 512), (128, 256), (3, 5000), (1, 1), (7, 33), (2, 64), (5, 65)]:
+    alike = [[8184], [2048], [512] * 32, [256] * 128, [5000] * 3, [1], [33] * 7, [64] * 2, [65] * 5]
+    for lengths in (*alike, [3, 9], [1001, 17], [40, 700, 2001], [1, 2, 3, 4, 5, 1999], [*range(1, 40)]):
         for sampling in ({}, {"temperature": 0.8, "top_p": 0.9}, {"logprobs": 3}):
-            prompts = [[(request + place) % vocab for place in range(tokens)] for request in range(count)]
+            prompts = [[(number + place) % vocab for place in range(each)] for number, each in enumerate(lengths)]
             engine.generate(prompts, max_tokens=5, **sampling)
             prefixed = [[*prompt, 1, 2, 3] for prompt in prompts]
             engine.generate(prefixed, max_tokens=5, **sampling)
-            assert [each.name for each in engine.compilations_since_start] == [], (count, tokens, sampling)
+            assert [each.name for each in engine.compilations_since_start] == [], (lengths, sampling)
 
 
 @pytest.mark.parametrize(("pages", "context"), [(1, 5), (1, 500), (2, 20)])

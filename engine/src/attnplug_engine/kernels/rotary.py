@@ -7,7 +7,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])
 def _angles(
     cos, sin, positions, frequencies, factor, HALF: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from attnplug_engine.memory.capacity import Capacity
 from attnplug_engine.request import Request, SamplingParams
@@ -26,6 +26,7 @@ def warm_up_batches(capacity: Capacity) -> Iterator[list[Request]]:
     - a prompt with a short prefix in the cache, and one with a prefix that is long enough to be chunked (C1);
     - as many short prompts as each power of two, which decode greedily and sampled;
     - full steps of as many prompts as each power of two;
+    - as many prompts as each power of two, of equal and of different lengths, with few tokens and with many;
     - as many prompts as each power of four, which decode beside a full chunk of another one.
     """
     rows, size = capacity.num_pages * capacity.page_size, capacity.page_size
@@ -53,6 +54,8 @@ def warm_up_batches(capacity: Capacity) -> Iterator[list[Request]]:
     if most > 1:
         for count in counts[1:]:
             yield [request(max(full // count, 1)) for _ in range(count)]
+        for lengths in _several_lengths(counts[1:], full):
+            yield [request(tokens) for tokens in lengths]
         for count in sorted({1 << power for power in range(0, most.bit_length(), 2)} - {most} | {most - 1}):
             yield [*decoding(count, short), request(min(2 * full + _SHORT, longest), _GREEDY)]
 
@@ -61,7 +64,7 @@ def embedding_batches(capacity: Capacity, step_tokens: int) -> Iterator[list[tup
     """Yield prompts to embed together, batch by batch. At most ``step_tokens`` tokens of several prompts run together.
 
     The batches are, in this order: a prompt of each power of two, at a page's boundary, and as long as the context;
-    then as many short prompts as each power of two, and as many that fill a step.
+    then as many short prompts as each power of two, as many that fill a step, and as many of other lengths.
     """
     longest = min(capacity.context_length, capacity.num_pages * capacity.page_size)
     full, size = min(step_tokens, longest), capacity.page_size
@@ -69,6 +72,23 @@ def embedding_batches(capacity: Capacity, step_tokens: int) -> Iterator[list[tup
     for tokens in sorted({*powers, size - 1, size, size + 1, full, longest} & set(range(1, longest + 1))):
         yield [(0,) * tokens]
     most = min(capacity.max_batch, capacity.num_pages)
-    for count in sorted({1 << power for power in range(1, most.bit_length())} | {most} - {1}):
+    counts = sorted({1 << power for power in range(1, most.bit_length())} | {most} - {1})
+    for count in counts:
         yield [(0,) * min(_SHORT, full)] * count
         yield [(0,) * max(full // count, 1)] * count
+    for lengths in _several_lengths(counts, full):
+        yield [(0,) * tokens for tokens in lengths]
+
+
+def _several_lengths(counts: Sequence[int], full: int) -> Iterator[list[int]]:
+    """Yield lengths of as many prompts as each of ``counts``: all equal, or one longer than the others.
+
+    Kernels choose tiles of up to 128 rows by the longest prompt, so few tokens are in powers of two.
+    """
+    for count in counts:
+        most = full - count + 1
+        for longest in (*(1 << power for power in range(1, 8)), 512, 2048, most):
+            if longest * count <= full and longest < 128:
+                yield [longest] * count
+            if 1 < longest <= most:
+                yield [longest] + [1] * (count - 1)
