@@ -44,7 +44,7 @@ def arithmetic(on: bool) -> AbstractContextManager[None]:
 
 @contextmanager
 def _replaced() -> Iterator[None]:
-    _state.mode = mode = _Replacing()  # type: ignore[no-untyped-call]  # torch has no annotations
+    _state.mode = mode = Replacing()  # type: ignore[no-untyped-call]  # torch has no annotations
     try:
         with mode:
             yield
@@ -55,7 +55,7 @@ def _replaced() -> Iterator[None]:
 @contextmanager
 def suspended() -> Iterator[None]:
     """Run torch's own operators inside of :func:`arithmetic`: a backend keeps its levels of invariance by itself."""
-    mode: _Replacing | None = getattr(_state, "mode", None)
+    mode: Replacing | None = getattr(_state, "mode", None)
     if mode is None:
         yield
         return
@@ -66,7 +66,7 @@ def suspended() -> Iterator[None]:
         mode.__enter__()  # type: ignore[no-untyped-call]
 
 
-class _Replacing(TorchDispatchMode):
+class Replacing(TorchDispatchMode):
     """Dispatch mode that runs the replacement of an operator. It is off while a replacement runs."""
 
     @classmethod

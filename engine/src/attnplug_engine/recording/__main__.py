@@ -15,9 +15,10 @@ from attnplug import LayerSpec
 from attnplug_engine import engine
 from attnplug_engine.execution.compile_ahead import AheadReport, AheadRequest
 from attnplug_engine.graphs import prefill
+from attnplug_engine.kernels import invariant
 from attnplug_engine.options import EmbedOptions
 from attnplug_engine.prepare import Prepared, prepare
-from attnplug_engine.recording.fake_gpu import fake_gpu
+from attnplug_engine.recording.fake_gpu import FakeOperations, fake_gpu
 from attnplug_engine.recording.triton_kernels import CompilePool, json_lines, record_launches, redirect_stdout
 from attnplug_engine.serving import start_up
 
@@ -67,6 +68,12 @@ def _seconds(run: Callable[[], None], _device: object, *, waits: bool) -> float:
     return 0.0
 
 
+def _replace_on_fake_gpu(*call: Any) -> Any:
+    """Run an operator of batch-invariant arithmetic. Torch turns the fake operations off inside another one."""
+    with FakeOperations():
+        return _replace(*call)
+
+
 def _prepare_few_layers(model: str, options: Any, *args: Any, **named: Any) -> Prepared:
     """Prepare a model with random weights, without layers that launch the same kernels as an earlier layer."""
     prepared = prepare(model, replace(options, random_weights=True), *args, **named)
@@ -103,11 +110,13 @@ class _FirstRank:
         return torch.cat([tensor] * self.size, dim)
 
 
+_replace: Callable[..., Any] = invariant.Replacing.__torch_dispatch__
 _REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (engine, "prepare", _prepare_few_layers),
     (engine, "compile_ahead", lambda *_: AheadReport()),  # this process does it
     (start_up, "GraphCapture", lambda _device: _capture),
     (prefill, "_seconds", _seconds),
+    (invariant.Replacing, "__torch_dispatch__", _replace_on_fake_gpu),
 )
 """Functions to replace in a recorded start-up: owner, name, replacement."""
 

@@ -41,7 +41,7 @@ def fake_gpu(gpu: GPU) -> Iterator[None]:
     with ExitStack() as modes:
         modes.enter_context(warnings.catch_warnings(action="ignore"))  # data_ptr() of a fake tensor warns
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        modes.enter_context(_FakeOperations())
+        modes.enter_context(FakeOperations())
         yield
 
 
@@ -88,7 +88,7 @@ class _NoOp:
         return lambda *_args, **_named: self
 
 
-class _FakeOperations(TorchFunctionMode):
+class FakeOperations(TorchFunctionMode):
     """Implements what fake tensors do not support: reading values, copies between devices, and operations that torch's
     bindings refuse for ``cuda`` in a CPU build (indexing, ``contiguous``, ``~``)."""
 
