@@ -101,6 +101,14 @@ def test_no_process_starts_if_everything_is_cached_and_nothing_loads_twice(decla
     assert loaded == ["a"] and kernel_builds.compiled_kernels == []
 
 
+def test_compilers_import_no_file_of_the_working_directory(declare, tmp_path, monkeypatch):
+    (tmp_path / "pickle.py").write_text("raise RuntimeError('a file of the user')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    build(declare([kernel(tmp_path, "a")]))
+    assert (tmp_path / "a").exists()
+
+
 def test_a_failed_build_names_backend_and_kernel_and_shows_the_compilers_last_lines(declare):
     backend = declare([KernelBuild("flash", fail, lambda: False)])
     with raises_naming(BuildError, "acme", "acme-dist 1.2", "flash", "no such type", "1 error detected") as caught:
@@ -119,7 +127,7 @@ def test_an_interrupt_ends_compilers_and_what_they_started(declare, tmp_path, mo
             raise KeyboardInterrupt
 
     started = time.monotonic()
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     backend = declare([slow, kernel(tmp_path, "a")])
     with pytest.raises(KeyboardInterrupt):
         build(backend, interrupt)

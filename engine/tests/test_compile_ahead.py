@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -82,6 +83,14 @@ def test_a_start_up_reads_and_writes_a_coded_cache(tmp_path):
 
 @pytest.mark.long
 @needs_triton
+def test_batch_invariant_arithmetic_is_recorded(tmp_path):
+    """E1: operators that are replaced inside torch's dispatcher."""
+    found = recorded(tmp_path, "llama", attention_backend="triton_mha", num_pages=64, batch_invariant=True)
+    assert {"_invariant_gemm", "merge_splits"} <= found.keys()
+
+
+@pytest.mark.long
+@needs_triton
 def test_prompts_of_any_lengths_launch_what_a_start_up_launched(tmp_path):
     """E1: also prefills that are not captured, of several prompts, with odd numbers of tokens."""
     settings = {"attention_backend": "triton_mha", "max_batch": 5, "context_length": 256, "chunked_prefill_size": 128}
@@ -154,6 +163,30 @@ def test_a_recording_that_fails_is_told_and_tried_again(recorder, tmp_path):
     recorder(*EVENTS[:1], end="import os; os.abort()")
     assert "ended early" in str(fill_cache(REQUEST).problem)
     assert (tmp_path / "started").read_text() == "xxx"
+
+
+def test_a_recording_imports_no_file_of_the_working_directory(recorder, tmp_path, monkeypatch):
+    recorder(*EVENTS, {"finished": 3})
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "pathlib.py").write_text("raise RuntimeError('a file of the user')")
+    monkeypatch.chdir(own)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    assert fill_cache(REQUEST).problem is None
+
+
+def test_without_a_home_folder_kernels_are_compiled_where_they_are_launched(monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME", "ATTNPLUG_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert "home folder" in str(fill_cache(REQUEST).problem)
+
+
+def test_memory_limits_the_number_of_compilers(monkeypatch):
+    """A container may have less memory than its machine."""
+    monkeypatch.setattr(compile_ahead, "available_memory", lambda: 3 << 30)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
+    assert compile_ahead.compile_workers() == 3
 
 
 def test_a_recording_that_hangs_is_ended(recorder, monkeypatch):

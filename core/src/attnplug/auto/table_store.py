@@ -294,7 +294,7 @@ def cache_folder() -> Path:
 
 def cache_folders() -> dict[str, Path]:
     """Return the folders in which kernels, measured tables and models are cached."""
-    home, variable = Path.home(), os.environ.get
+    home, variable = Path(os.path.expanduser("~")), os.environ.get  # Path.home() raises without a home folder
     return {
         "flashinfer": Path(variable("FLASHINFER_WORKSPACE_BASE", home)) / ".cache" / "flashinfer",
         "triton": Path(variable("TRITON_CACHE_DIR", Path(variable("TRITON_HOME", home)) / ".triton" / "cache")),

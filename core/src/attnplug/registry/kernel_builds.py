@@ -85,11 +85,11 @@ def _compile(missing: Sequence[tuple[Registered, KernelBuild]], ranks: int) -> N
     session, so that it can be killed together with the compilers it starts.
     """
     memory, progress = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _progress.get()
-    most = max(min(os.cpu_count() or 1, memory // _BYTES_PER_COMPILER) // ranks, 1)
+    most = max(min(len(os.sched_getaffinity(0)), memory // _BYTES_PER_COMPILER) // ranks, 1)
     workers = min(most, len(missing))
     environment = {"MAX_JOBS": str(most // workers), **os.environ}  # compilers of one process: ninja's, for instance
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    command = [sys.executable, "-c", f"from {__name__} import run_pickled; run_pickled()"]
+    environment["PYTHONPATH"] = os.pathsep.join(path or os.curdir for path in sys.path)
+    command = [sys.executable, "-P", "-c", f"from {__name__} import run_pickled; run_pickled()"]
     running: set[subprocess.Popen[bytes]] = set()
     stopped, pipe = False, subprocess.PIPE
 

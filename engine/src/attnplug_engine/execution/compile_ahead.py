@@ -26,10 +26,11 @@ from typing import Any
 
 import torch
 
-from attnplug.auto.table_store import cache_folders
+from attnplug.auto.table_store import TableError, cache_folders
 from attnplug_engine.checkpoints.random import TINY
 from attnplug_engine.execution.compilations import Compilation
 from attnplug_engine.kernels import usable
+from attnplug_engine.models.host_memory import available_memory
 from attnplug_engine.parallel.collectives import TensorParallel
 
 _BYTES_PER_COMPILER = 1 << 30  # of host memory
@@ -109,22 +110,25 @@ def compile_ahead(
 
 def compile_workers() -> int:
     """Return how many kernels to compile at a time: as cores and memory allow."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(min(len(os.sched_getaffinity(0)), memory // _BYTES_PER_COMPILER), 1)
+    return max(min(len(os.sched_getaffinity(0)), available_memory() // _BYTES_PER_COMPILER), 1)
 
 
 def fill_cache(request: AheadRequest, progress: Callable[[int, int], None] | None = None) -> AheadReport:
     """Run the recording process, unless a marker file says that it already ran for an equal request."""
-    marker = cache_folders()["triton"] / f"attnplug-{_digest(request)}.json"
+    try:
+        marker = cache_folders()["triton"] / f"attnplug-{_digest(request)}.json"
+    except TableError as error:
+        return AheadReport(problem=error.message)
     if marker.exists():
         return AheadReport()
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    modules = os.pathsep.join(path or os.curdir for path in sys.path)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": modules}
     environment.pop("TRITON_INTERPRET", None)
     # Its errors go to a file: a pipe that nobody reads would block it.
     with (
         TemporaryFile() as errors,
         subprocess.Popen(
-            [sys.executable, "-m", _MODULE],
+            [sys.executable, "-P", "-m", _MODULE],  # -P: files of the working directory are not imported
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
