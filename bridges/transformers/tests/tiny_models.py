@@ -11,7 +11,9 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma2Config,
+    Gemma3TextConfig,
     GptOssConfig,
+    Lfm2Config,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -37,6 +39,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**_SIZES),
     "gemma2": Gemma2Config(**_SIZES, sliding_window=WINDOW, query_pre_attn_scalar=20, attn_logit_softcapping=2.0),
     "gemma2_uncapped": Gemma2Config(**_SIZES, sliding_window=WINDOW, attn_logit_softcapping=None),
+    "gemma3": Gemma3TextConfig(**_SIZES, sliding_window=WINDOW, layer_types=["full_attention", "sliding_attention"]),
+    "lfm2": Lfm2Config(**_SIZES, layer_types=["full_attention", "conv"]),
     "gpt_oss": GptOssConfig(**_SIZES, sliding_window=WINDOW, num_local_experts=2, num_experts_per_tok=1),
     "deepseek_v3": DeepseekV3Config(
         **{**_SIZES, "num_key_value_heads": 8, "head_dim": 8},

@@ -11,7 +11,7 @@ from attnplug import ForwardExtras
 from attnplug.host import BackendRequest
 from attnplug_transformers.cache import paged_layer_of
 from attnplug_transformers.errors import BridgeError
-from attnplug_transformers.layer_call import check_call, read_call, sinks_of
+from attnplug_transformers.layer_call import check_call, is_last_attention, read_call, sinks_of
 from attnplug_transformers.paged_attention import PagedBatches
 from attnplug_transformers.pages import PageStore
 from attnplug_transformers.static_cache import attend_static, new_caches
@@ -97,13 +97,13 @@ class AttentionFunction:
             _check_shapes(module, query, key, step, step.columns)
             if step.is_fresh and step.columns > step.queries:  # only a static cache has columns to be written later
                 self._static.register(module.layer_idx, key, value, layer)  # type: ignore[arg-type]
-                if module.layer_idx == module.config.num_hidden_layers - 1:  # type: ignore[operator, union-attr]
-                    self._static.build()  # now: the next step may be one that a CUDA graph captures
             elif step.position is not None and self._static.find(key, value) is not None:
                 begins = step.begins(layer, key.device)
                 return self._static.attend(
                     layer, query, key, value, step.position.to(key.device), step.valid, call.sinks, begins
                 )
+            if step.is_fresh and self._static.is_registering and is_last_attention(module):
+                self._static.build()  # now: the next step may be one that a CUDA graph captures
             pages = self._store.pages(layer, query, step.limits)
         else:
             _check_shapes(module, query, key, step, step.queries)

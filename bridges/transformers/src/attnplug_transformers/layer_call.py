@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,6 +114,14 @@ def layer_of(
     key: Tensor,
     value: Tensor,
     scaling: float | None,
+def is_last_attention(module: torch.nn.Module) -> bool:
+    """Return True for the last layer with attention. In hybrid models, layers of other types may follow."""
+    config: Any = module.config
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    own = [i for i, kind in enumerate(kinds) if kind.endswith("attention") and kind != "linear_attention"]
+    return own[-1:] == [module.layer_idx]
+
+
     window: int | None,
     softcap: float | None,
     sinks: bool,

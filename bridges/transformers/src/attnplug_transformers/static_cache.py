@@ -199,6 +199,11 @@ class StaticCaches(threading.local):
             levels = [backend.spec.capabilities.cuda_graph for backend in served]
             self.breaks_graphs = min(levels) < GraphLevel.DECODE
 
+    @property
+    def is_registering(self) -> bool:
+        """Return True if memory was registered since the last build."""
+        return bool(self._registered)
+
     def find(self, key: Tensor, value: Tensor) -> LayerPlace | None:
         """Return the place of a layer's memory; ``None`` if it was not registered."""
         self.build()
