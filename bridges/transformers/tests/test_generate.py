@@ -52,6 +52,13 @@ def test_a_left_padded_batch_gets_the_tokens_of_eager(name, kind):
     assert torch.equal(found, eager(name))
 
 
+def test_a_model_that_reshapes_masks_of_two_dimensions_leaves_ours():
+    """GPT-2, with a mask that ``generate`` makes in advance."""
+    prompts, options = padded([9, 5]), {"max_new_tokens": 6}
+    found = generated("gpt2", NATIVE, prompts, **options, cache_implementation="static", disable_compile=True)
+    assert torch.equal(found, generated("gpt2", "eager", prompts, **options))
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "paged"])
 def test_beams_reorder_the_cache(kind):
     prompts = padded([20, 7, 13])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BloomConfig, LlamaForCausalLM
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -28,7 +28,7 @@ from attnplug_testing.errors import naming
 from attnplug_transformers import BridgeError, registration
 from attnplug_transformers.attention import AttentionFunction
 from attnplug_transformers.blocks import LayerGroup
-from attnplug_transformers.errors import UnknownNameError
+from attnplug_transformers.errors import OwnAttentionError, UnknownNameError
 from attnplug_transformers.layer_call import read_call
 from attnplug_transformers.masks import mask_window, step_mask
 from attnplug_transformers.paged_attention import PagedBatches, PagedGroup, PlannedLayers
@@ -79,6 +79,56 @@ def test_attention_in_both_directions_is_refused(llama, monkeypatch):
     monkeypatch.setattr(llama.config, "is_causal", False, raising=False)
     with pytest.raises(BridgeError, check=naming("bidirectional_mask_function")):
         llama(torch.ones(1, 4, dtype=torch.long))
+
+
+def test_an_encoder_is_refused_as_such_though_it_has_no_mask():
+    vision = torch.nn.Identity()
+    vision.is_causal = False
+    q = torch.zeros(1, 4, 2, 16)
+    with pytest.raises(BridgeError, check=naming("not causal", "vision_config")):
+        AttentionFunction(BackendRequest("torch_native"))(vision, q, q, q, None)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda mask: mask.dtype,
+        lambda mask: mask[:, :, :, :4],
+        lambda mask: torch.zeros(1) + mask,
+        lambda mask: torch.where(mask, 0.0, 1.0),
+    ],
+    ids=["an attribute", "elements", "a sum", "a function"],
+)
+def test_a_model_that_reads_its_mask_is_refused(read):
+    """Doge and HY 4 do."""
+    with pytest.raises(BridgeError, check=naming("reads its attention mask", "eager")):
+        read(step_mask(1, 4, 4))
+
+
+def test_a_mask_has_no_attributes_that_a_caller_may_ask_for():
+    assert not hasattr(step_mask(1, 4, 4), "to") and copy(step_mask(1, 4, 4)).queries == 4
+
+
+def test_a_model_with_attention_of_its_own_is_refused_before_there_are_weights():
+    """transformers would run it, with a mask for our backends."""
+    bloom = BloomConfig(vocab_size=97, hidden_size=64, n_layer=2, n_head=4)
+    with pytest.raises(OwnAttentionError, check=naming("BloomForCausalLM", NATIVE, "eager")) as raised:
+        AutoModelForCausalLM.from_config(bloom, attn_implementation=NATIVE)
+    assert isinstance(raised.value, ValueError)
+    assert AutoModelForCausalLM.from_config(bloom, attn_implementation="eager")
+
+
+def test_a_model_that_is_derived_where_there_is_no_source_is_served():
+    """As in a notebook."""
+    derived = type("Derived", (LlamaForCausalLM,), {"__module__": "nowhere"})
+    assert derived(deepcopy(CONFIGS["llama"])).config is not None
+    registration.raise_if_own_attention(derived, NATIVE)
+
+
+def test_a_dtype_that_no_backend_has_is_refused():
+    q = torch.zeros(1, 4, 1, 16, dtype=torch.float64)
+    with pytest.raises(BridgeError, check=naming("float64", "bfloat16", "dtype=")):
+        AttentionFunction(BackendRequest("torch_native"))(torch.nn.Identity(), q, q, q, step_mask(1, 1, 1))
 
 
 def test_a_window_is_read_from_its_mask():

@@ -12,6 +12,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    GPT2Config,
     GptOssConfig,
     Lfm2Config,
     LlamaConfig,
@@ -40,6 +41,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "gemma2": Gemma2Config(**_SIZES, sliding_window=WINDOW, query_pre_attn_scalar=20, attn_logit_softcapping=2.0),
     "gemma2_uncapped": Gemma2Config(**_SIZES, sliding_window=WINDOW, attn_logit_softcapping=None),
     "gemma3": Gemma3TextConfig(**_SIZES, sliding_window=WINDOW, layer_types=["full_attention", "sliding_attention"]),
+    "gpt2": GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=128),
     "lfm2": Lfm2Config(**_SIZES, layer_types=["full_attention", "conv"]),
     "gpt_oss": GptOssConfig(**_SIZES, sliding_window=WINDOW, num_local_experts=2, num_experts_per_tok=1),
     "deepseek_v3": DeepseekV3Config(

@@ -87,10 +87,10 @@ class AttentionFunction:
     ) -> Tensor:
         if others.get("cache") is not None:
             return self._paged.attend(module, query, key, value, attention_mask, dropout, scaling, others)
-        if not isinstance(attention_mask, PaddedStep):
+        step = attention_mask if isinstance(attention_mask, PaddedStep) else None
+        call = read_call(module, query, key, value, dropout, scaling, None if step is None else step.window, others)
+        if step is None:
             raise BridgeError(_mask_message(module, attention_mask))
-        step = attention_mask
-        call = read_call(module, query, key, value, dropout, scaling, step.window, others)
         extras = None if call.sinks is None else ForwardExtras(sinks=call.sinks)
         layer, paged_layer = call.layer, paged_layer_of(key)
         if paged_layer is None:
@@ -131,13 +131,14 @@ def _check_shapes(module: torch.nn.Module, query: Tensor, key: Tensor, step: Pad
         )
 
 
-def _mask_message(module: torch.nn.Module, mask: Tensor | None) -> str:
+def _mask_message(module: torch.nn.Module, mask: object) -> str:
     name = type(module).__name__
     if mask is None:
         return (
             f"{name} was called without the mask that its model makes with transformers.masking_utils, so the rows of "
             "a request are unknown; models that make their own masks are not supported"
         )
+    assert isinstance(mask, Tensor)
     return (
         f"{name} was given a mask of shape {list(mask.shape)}; backends derive the visible tokens from lengths, so "
         "pass attention_mask as [batch, tokens] with 0 for padding"

@@ -36,6 +36,10 @@ _ADVICE = {
     "position_bias": "backends do not support a bias on logits",
     "cu_seq_lens_q": "packed sequences are not supported here; pad them, or use generate_batch",
 }
+ENCODER_ADVICE = (
+    "A model's encoder can have another implementation: attn_implementation={'text_config': 'attnplug:…', "
+    "'vision_config': 'sdpa'}"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,8 @@ def check_call(
         raise BridgeError(f"{name} asks for dropout {dropout}: backends support only inference; call model.eval()")
     causal = others.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
-        raise BridgeError(f"{name} is not causal (encoder or cross attention); backends support only causal attention")
+        text = f"{name} is not causal (encoder or cross attention); backends support only causal attention"
+        raise BridgeError(f"{text}. {ENCODER_ADVICE}")
     for key_name, given in others.items():
         if key_name in _IGNORED | _READ | expected or given is None or given is False:
             continue
@@ -109,11 +114,6 @@ def sinks_of(others: Mapping[str, object]) -> Tensor | None:
     return None if sinks is None else sinks.detach().float().contiguous()
 
 
-def layer_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
 def is_last_attention(module: torch.nn.Module) -> bool:
     """Return True for the last layer with attention. In hybrid models, layers of other types may follow."""
     config: Any = module.config
@@ -122,6 +122,11 @@ def is_last_attention(module: torch.nn.Module) -> bool:
     return own[-1:] == [module.layer_idx]
 
 
+def layer_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
     window: int | None,
     softcap: float | None,
     sinks: bool,

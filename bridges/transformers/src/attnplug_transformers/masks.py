@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function, sliding_window_overlay
 
 from attnplug_transformers.errors import BridgeError
+from attnplug_transformers.layer_call import ENCODER_ADVICE
 from attnplug_transformers.step import PaddedStep
 
 MaskFunction = Callable[..., Any]
@@ -77,7 +78,7 @@ def mask_window(mask_function: MaskFunction) -> int | None:
     raise BridgeError(
         f"this mask is neither causal nor a causal sliding window, but {_describe(mask_function)}; backends derive the "
         "visible tokens from lengths. Packed sequences, chunked, blockwise, prefix and bidirectional attention need an "
-        "attn_implementation of transformers, such as 'sdpa'"
+        f"attn_implementation of transformers, such as 'sdpa'. {ENCODER_ADVICE}"
     )
 
 

@@ -9,7 +9,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attnplug import CacheLayout, DType, ForwardBatch, Geometry, LayerSpec, MHAPool, ModelSpec, Problem
+from attnplug import (
+    CacheLayout,
+    DType,
+    ForwardBatch,
+    Geometry,
+    LayerSpec,
+    MHAPool,
+    ModelSpec,
+    Problem,
+    Setting,
+    UsageError,
+)
 from attnplug.host import (
     AttnplugError,
     BackendRequest,
@@ -106,7 +117,10 @@ def problem_of(
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         sm = 10 * major + minor
-    element = DType.parse(str(dtype), "dtype")
+    try:
+        element = DType.parse(str(dtype), Setting.DTYPE)
+    except UsageError as error:
+        raise BridgeError(error.format(HOST.render)) from None
     return Problem(
         model, device=device.type, sm=sm, dtype=element, kv_dtype=element, page_size=page_size, layout=layout
     )

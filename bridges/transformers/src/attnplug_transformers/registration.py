@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attnplug.host import BackendRequest, load_registry
 from attnplug_transformers.attention import AttentionFunction
-from attnplug_transformers.errors import BridgeError, UnknownNameError
+from attnplug_transformers.errors import BridgeError, OwnAttentionError, UnknownNameError
 from attnplug_transformers.masks import step_mask
 from attnplug_transformers_host import HOST
 
@@ -60,8 +60,9 @@ def register_installed() -> None:
         register(name, BackendRequest(name))
 
 
-def list_names_in_errors() -> None:
-    """Let transformers' check of ``attn_implementation`` list the registered names if an ``attnplug:`` name is unknown.
+def check_names() -> None:
+    """Add to transformers' check of ``attn_implementation``: refuse unknown ``attnplug:`` names, and models that would
+    not use a known one.
 
     Its own message lists only its own names, and it has no hook for others. Hence this wraps a public method.
     """
@@ -70,6 +71,7 @@ def list_names_in_errors() -> None:
     @functools.wraps(check)
     def checked(self: PreTrainedModel, requested_attention: str | None, *rest: Any, **named: Any) -> Any:
         raise_if_unknown(requested_attention)
+        raise_if_own_attention(type(self), requested_attention)
         return check(self, requested_attention, *rest, **named)
 
     PreTrainedModel.get_correct_attn_implementation = checked  # type: ignore[method-assign]
@@ -88,6 +90,22 @@ def raise_if_unknown(requested: str | None) -> None:
         f'attn_implementation="{requested}" is unknown.{hint} attnplug has {", ".join(known)}; '
         "attnplug_transformers.register adds names, and 'attnplug backends' reports plugins that failed to load"
     )
+
+
+def raise_if_own_attention(model: type[PreTrainedModel], requested: str | None) -> None:
+    """Raise :class:`OwnAttentionError` for a model that generates and has attention outside of transformers' interface.
+
+    transformers finds it in the source of the model's module. It would run its own attention, over our masks. Parts of
+    a model that do not generate, such as vision towers, may have any attention.
+    """
+    if not (requested or "").removeprefix("paged|").startswith(PREFIX) or not model.can_generate():
+        return
+    bases = (base for base in model.__mro__ if issubclass(base, PreTrainedModel) and base is not PreTrainedModel)
+    if not any(base._can_set_attn_implementation() for base in bases):
+        raise OwnAttentionError(
+            f'{model.__name__} was requested with attn_implementation="{requested}", but it has attention of its own, '
+            "which does not call transformers' AttentionInterface; load it with attn_implementation='eager'"
+        )
 
 
 @contextmanager

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardMode, Geometry
 from attnplug.host import Limits
-from attnplug_transformers.errors import BridgeError
+from attnplug_transformers.errors import BridgeError, MaskError
 from attnplug_transformers.pages import Pages
 
 
@@ -45,12 +46,22 @@ class PaddedStep:
 
     @property
     def ndim(self) -> int:
-        """0: transformers reads it of each mask and modifies only two-dimensional ones."""
-        return 0
+        """4, as of a mask: transformers and models modify those with fewer dimensions."""
+        return 4
 
     def contiguous(self) -> PaddedStep:
         """Return self. ``generate`` calls it on each mask."""
         return self
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise MaskError(f"its attribute {name}")
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise MaskError("its elements")
+
+    @classmethod
+    def __torch_function__(cls, function: Callable[..., object], *_: object) -> NoReturn:
+        raise MaskError(f"it in {getattr(function, '__name__', function)}")
 
     @property
     def limits(self) -> Limits:
