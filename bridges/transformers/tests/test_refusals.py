@@ -125,6 +125,13 @@ def test_a_model_that_is_derived_where_there_is_no_source_is_served():
     registration.raise_if_own_attention(derived, NATIVE)
 
 
+def test_a_window_that_only_the_cache_of_transformers_has_is_refused_in_a_paged_cache(llama, monkeypatch):
+    """Moshi's masks have none, although its configuration has one; a dynamic cache drops rows behind it."""
+    monkeypatch.setattr(llama.config, "sliding_window", 8, raising=False)
+    with pytest.raises(BridgeError, check=naming("layer 0", "sliding window", "past_key_values")):
+        llama(torch.ones(1, 4, dtype=torch.long), past_key_values=attnplug_transformers.PagedCache(llama.config))
+
+
 def test_a_dtype_that_no_backend_has_is_refused():
     q = torch.zeros(1, 4, 1, 16, dtype=torch.float64)
     with pytest.raises(BridgeError, check=naming("float64", "bfloat16", "dtype=")):

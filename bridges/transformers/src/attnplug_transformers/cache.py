@@ -31,7 +31,8 @@ class PagedCache(Cache):
     def __init__(self, config: PreTrainedConfig) -> None:
         given: Any = config
         text = given.get_text_config(decoder=True)
-        kinds = list(getattr(text, "layer_types", None) or [_LAYER_TYPES[0]] * text.num_hidden_layers)
+        has_window = getattr(text, "sliding_window", None) is not None
+        kinds = list(getattr(text, "layer_types", None) or [_LAYER_TYPES[has_window]] * text.num_hidden_layers)
         others = sorted(set(kinds) - set(_LAYER_TYPES))
         if others:
             raise BridgeError(
@@ -45,6 +46,7 @@ class PagedCache(Cache):
             )
         layers = [PagedLayer(self, index) for index in range(len(kinds))]
         super().__init__(layers=list(layers))
+        self._kinds = kinds
         self._same_type = [[other for other, kind in enumerate(kinds) if kind == own] for own in kinds]
         self._pages: dict[LayerSpec, Pages] = {}
         self._request: BackendRequest | None = None
@@ -57,6 +59,11 @@ class PagedCache(Cache):
             raise BridgeError(
                 f"this PagedCache was filled with {self._request} and is now read with {request}; a cache belongs to "
                 "one attn_implementation"
+            )
+        if step.window is None and self._kinds[index] == "sliding_attention":
+            raise BridgeError(
+                f"layer {index} has a sliding window by its configuration, but a mask without one: its model relies on "
+                "a cache that drops older rows. PagedCache keeps them; leave past_key_values out"
             )
         self._request = request
         self._check_padding(step)
