@@ -155,6 +155,25 @@ def test_options_that_the_contract_lacks_are_refused(llama, given, feature):
 
 
 @pytest.mark.parametrize(
+    ("model", "given", "named"),
+    [
+        ("gemma2", [], "sliding windows"),
+        ("gpt_oss", ["--disable-sliding-window"], "attention sinks"),
+        ("llama", ["-sc.num_speculative_tokens", "3", "-sc.method", "ngram"], "--speculative-config"),
+        ("llama", ["--cp-kv-cache-interleave-size", "16"], "interleave-size 16"),
+        ("llama", [], None),
+        ("gemma2", ["--disable-sliding-window"], None),
+        ("deepseek_v3", ["-sc.num_speculative_tokens", "3"], None),
+    ],
+)
+def test_what_ranks_with_shared_rows_lack_is_refused(tmp_path, model, given, named):
+    (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIGS[model]))
+    refused = nullcontext() if named is None else pytest.raises(UsageError, check=naming("context parallelism", named))
+    with refused:
+        check(str(tmp_path), *ASKED, "-tp", "2", "-dcp", "2", *given, device="cpu", sm=None)
+
+
+@pytest.mark.parametrize(
     "given",
     [
         ["-dcp", "1"],

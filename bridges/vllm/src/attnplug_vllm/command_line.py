@@ -23,6 +23,7 @@ from attnplug_vllm.host import (
     Feature,
     refusal_message,
     refused_mla_prefill,
+    refused_sharding,
     refused_without_lse,
     render,
     requested_invariance,
@@ -157,6 +158,15 @@ def _unsupported(
             Feature.MLA_FP8_ON_CPU: device == "cpu" and AttentionKind.MLA in kinds and kv_dtype in ("fp8", "fp8_e4m3"),
         }
     )
+    if _exceeds_one(options, "decode-context-parallel-size") and AttentionKind.MHA in kinds and model is not None:
+        windows = not _is_on(options, "disable-sliding-window")
+        layers = [layer if windows else replace(layer, sliding_window=None) for layer in model.full_layers]
+        interleave = options.get("cp-kv-cache-interleave-size", "1")
+        yield from refused_sharding(
+            layers,
+            speculates=bool(object_of("speculative-config", options)),
+            interleave=int(interleave) if interleave.isdecimal() else 1,
+        )
     theirs, ours = attention.get("mla_prefill_backend"), additional_config(options).get(SECTION, {})
     if "prefill" in ours and AttentionKind.MLA in kinds:
         ranks = 1 + _exceeds_one(options, "decode-context-parallel-size")

@@ -7,7 +7,7 @@ nor vLLM.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 
@@ -213,6 +213,21 @@ def unsupported_feature(feature: str) -> Refusal:
 def unsupported_features(requested: Mapping[str, bool]) -> list[Refusal]:
     """Refusals of the requested features, by name."""
     return [unsupported_feature(feature) for feature, is_requested in requested.items() if is_requested]
+
+
+def refused_sharding(
+    layers: Sequence[LayerSpec] = (), *, speculates: bool = False, interleave: int = 1
+) -> list[Refusal]:
+    """Refusals of MHA layers whose cache rows are divided over ranks. Each rank would apply window and sinks to its own
+    rows."""
+    return unsupported_features(
+        {
+            f"{Feature.DCP} with sliding windows (the model's)": any(layer.sliding_window for layer in layers),
+            f"{Feature.DCP} with attention sinks (the model's)": any(layer.sinks for layer in layers),
+            f"{Feature.DCP} with speculative decoding (--speculative-config)": speculates,
+            f"{Feature.DCP} with --cp-kv-cache-interleave-size {interleave}, other than 1": interleave > 1,
+        }
+    )
 
 
 def refused_mla_prefill(theirs: str | None, context_ranks: int) -> Iterator[Refusal]:

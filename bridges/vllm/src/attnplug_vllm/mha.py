@@ -24,7 +24,7 @@ from vllm.v1.attention.backend import (
 from attnplug import GraphLevel, LayerSpec, Refusal, RefusalCode
 from attnplug_vllm.context_parallel import CapturedShardedStep, Shard, ShardedMHAStep
 from attnplug_vllm.geometry import GeometryBuilder, with_exact_lengths
-from attnplug_vllm.host import BLOCK_STEP, Feature, unsupported_feature, unsupported_features
+from attnplug_vllm.host import BLOCK_STEP, refused_sharding, unsupported_feature, unsupported_features
 from attnplug_vllm.kv_formats import cache_format, plugin_formats, row_elements, wrong_page_size
 from attnplug_vllm.kv_group import GroupAttention, mha_pools
 from attnplug_vllm.mha_step import CapturedMHAStep, EagerMHAStep, LayerCall, capture_key
@@ -183,7 +183,7 @@ class AttnplugImpl(AttentionImpl):  # type: ignore[misc]
             [
                 *_layer_refusals(attn_type, alibi_slopes, others),
                 *wrong_page_size(kv_cache_dtype, layer),
-                *_sharding_refusals(layer, self._context_ranks),
+                *(refused_sharding([layer]) if self._context_ranks > 1 else ()),
             ]
         )
         self.selection = choose(config, model_of(config, [layer]), kv_cache_dtype)
@@ -237,15 +237,6 @@ def _layer_refusals(attn_type: str, alibi_slopes: object, others: dict[str, Any]
         features.append("ALiBi slopes (the model's)")
     features += [f"{name}={value} (the model's)" for name, value in others.items() if value not in (None, False, -1)]
     return [unsupported_feature(feature) for feature in features]
-
-
-def _sharding_refusals(layer: LayerSpec, ranks: int) -> list[Refusal]:
-    """Refusals of a layer whose cache rows are divided over ranks. Each would apply window and sinks to its own."""
-    requested = {
-        f"{Feature.DCP} with sliding windows (the model's)": layer.sliding_window is not None,
-        f"{Feature.DCP} with attention sinks (the model's)": layer.sinks,
-    }
-    return unsupported_features(requested) if ranks > 1 else []
 
 
 class AttnplugBuilder(AttentionMetadataBuilder):  # type: ignore[misc]

@@ -14,7 +14,7 @@ import torch
 
 from attnplug import AttentionKind, LayerSpec, ModelSpec, Problem, Refusal, UsageError
 from attnplug.host import HostContext, KVPools, Limits, MLADims, Parallel, WorkspaceOwner
-from attnplug_vllm.host import HOST, Feature, requested_invariance, unsupported_features
+from attnplug_vllm.host import HOST, Feature, refused_sharding, requested_invariance, unsupported_features
 from attnplug_vllm.kv_formats import attnplug_dtype, cache_format
 
 # Layers
@@ -170,13 +170,11 @@ def unsupported(config: Any) -> list[Refusal]:
         Feature.CHUNKED_ATTENTION: bool(getattr(text, "attention_chunk_size", None)),
         "reference sliding windows (the model's)": getattr(config.model_config, "rswa_window", None) is not None,
     }
+    refusals = unsupported_features(requested)
     if context_ranks(config) > 1 and not config.model_config.use_mla:
-        interleave = parallel.cp_kv_cache_interleave_size
-        requested |= {
-            f"{Feature.DCP} with speculative decoding (--speculative-config)": config.speculative_config is not None,
-            f"{Feature.DCP} with --cp-kv-cache-interleave-size {interleave}, other than 1": interleave > 1,
-        }
-    return unsupported_features(requested)
+        speculates, interleave = config.speculative_config is not None, parallel.cp_kv_cache_interleave_size
+        refusals += refused_sharding(speculates=speculates, interleave=interleave)
+    return refusals
 
 
 # Building
