@@ -196,7 +196,10 @@ CHAIN = {
         ({"tp_size": 3}, "--tp-size"),
         (CHAIN, "--speculative-num-draft-tokens"),
         ({**CHAIN, "speculative_eagle_topk": 2}, "--speculative-eagle-topk 2"),
-        ({"kv_cache_dtype": "fp4_e2m1"}, "--kv-cache-dtype 'fp4_e2m1'"),
+        (
+            {"kv_cache_dtype": "fp8_e5m2"},
+            "--kv-cache-dtype fp8_e5m2 is not supported by attnplug's bridge, only auto, ",
+        ),
         ({"attention_backend": None, "decode_attention_backend": "attnplug:nobody"}, "'nobody'"),
         ({"page_size": 1 << 40}, "--page-size"),
     ],

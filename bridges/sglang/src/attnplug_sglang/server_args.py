@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnplug import DType, Problem, Role
+from attnplug import DType, Problem, Role, Setting, UsageError
 from attnplug.host import AttnplugError, ModelConfigError, load_model, load_registry, model_dtype
 from attnplug_sglang.host import PREFIX, Refused, check_version, refuse, render, requested_invariance
 from attnplug_sglang.selection import (
@@ -18,6 +18,8 @@ from attnplug_sglang.selection import (
 )
 
 _AUTO = ("auto", None)
+_KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
+"""Values of ``--kv-cache-dtype`` that the bridge supports, as SGLang spells them."""
 
 
 def check_server_args(arguments: Any) -> None:
@@ -81,5 +83,9 @@ def _kv_dtype(given: str | None, sparse: bool) -> DType | None:
     """dtype of the KV cache, if it is decided. The fp8 rows of a sparse model depend on the GPU."""
     if given in _AUTO:
         return None
-    dtype = DType.parse(str(given), "kv_dtype")
+    if (dtype := DType.spelled(str(given))) is None:
+        raise UsageError(
+            f"`{Setting.KV_DTYPE}` {given} is not supported by attnplug's bridge, only {', '.join(_KV_DTYPES)}",
+            settings=[Setting.KV_DTYPE],
+        )
     return None if sparse and dtype is DType.FLOAT8_E4M3 else dtype
