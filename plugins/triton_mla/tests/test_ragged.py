@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +12,10 @@ import torch
 from attnplug import AttentionKind, DType, ExtendPath, LayerSpec, RaggedCall
 from attnplug.host import MLADims
 from attnplug_testing.devices import DEVICES, INTERPRETED
+from attnplug_testing.gluon_interpreter import interpreted
 from attnplug_testing.kernel_scene import mla
 from attnplug_testing.references.triton_mla import scene
+from attnplug_triton_mla.gluon_ragged import attend_ragged_rows
 from attnplug_triton_mla.ragged import RaggedConfig, fit_ragged, launch_ragged, plan_tiles
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
@@ -138,6 +142,85 @@ def test_float16(device):
     rows = Rows(device, (200, 3, 129), (500, 3, 400), True)
     rows.q, rows.k, rows.v = rows.q.half(), rows.k.half(), rows.v.half()
     rows.check()
+
+
+@pytest.fixture
+def specialize(monkeypatch):
+    """Let a call run the specialized kernel, interpreted: keys and values in bfloat16, the others in float64."""
+
+    def change(rows: Rows, seed: int = 0, stages: int = 2) -> Rows:
+        monkeypatch.setattr("attnplug_triton_mla.ragged.attend_ragged_rows", interpreted(attend_ragged_rows, seed))
+        rows.q, rows.k, rows.v = rows.q.double(), rows.k.bfloat16(), rows.v.bfloat16()
+        rows.config = replace(fit_ragged(90, 227 << 10, (rows.k.shape[2], rows.v.shape[2])), stages=stages)
+        rows.tolerance = 1e-6  # of the log-sum-exp, which is in float32
+        return rows
+
+    return change
+
+
+@INTERPRETED
+class TestInterpretedSpecializedKernel:
+    @pytest.mark.parametrize(("causal", "stages"), [(True, 1), (True, 2), (False, 2)])
+    def test_lengths_around_tiles_and_steps(self, causal, stages, specialize):
+        """C1, C4"""
+        queries, keys = (1, 129, 128, 7, 65), (1, 144, 128, 300, 129)
+        specialize(Rows("cpu", queries, keys, causal), stages=stages).check()
+
+    @pytest.mark.parametrize(("nope", "rope", "value"), [(64, 0, 64), (128, 0, 128), (128, 64, 64)])
+    def test_widths(self, nope, rope, value, specialize):
+        specialize(Rows("cpu", (20, 40), (33, 140), True, nope, rope, value)).check()
+
+    def test_fewer_keys_than_queries(self, specialize):
+        """C1: the first queries see nothing: zeros, and a log-sum-exp of -inf."""
+        rows = specialize(Rows("cpu", (140, 3, 2), (10, 3, 0), True))
+        rows.check()
+        out, lse = rows.run()
+        assert not out[:130].any() and bool((lse[:130] == float("-inf")).all())
+
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_nan_stays_in_its_sequence(self, causal, specialize):
+        """B6: rows behind a sequence's last are another's."""
+        rows = specialize(Rows("cpu", (20, 30, 5), (50, 135, 21), causal))
+        clean, _ = rows.run()
+        for tensor, start, stop in ((rows.q, 20, 50), (rows.k, 50, 185), (rows.v, 50, 185)):
+            tensor[start:stop] = NAN
+        out, lse = rows.run()
+        assert lse[20:50].isnan().all() and out[20:50].isnan().all()
+        close = {"rtol": 0, "atol": 1e-12}
+        torch.testing.assert_close(out[:20], clean[:20], **close)
+        torch.testing.assert_close(out[50:], clean[50:], **close)
+
+    def test_rows_with_strides(self, specialize):
+        """Parts of wider rows, and head-major rows, which are copied."""
+        rows = specialize(Rows("cpu", (20, 40), (33, 40), True))
+        wanted, _ = rows.run()
+        both = torch.full((*rows.k.shape[:2], 192 + 128 + 8), NAN, dtype=rows.k.dtype)
+        both[..., :192], both[..., 200:] = rows.k, rows.v
+        rows.k, rows.v, rows.q = both[..., :192], both[..., 200:], head_major(rows.q)
+        torch.testing.assert_close(rows.run()[0], wanted)
+        rows.k, rows.v = head_major(rows.k), head_major(rows.v)
+        torch.testing.assert_close(rows.run()[0], wanted)
+
+    def test_padding_and_empty_sequences_of_a_captured_call(self, specialize):
+        """C1, B6: rows behind the last sequence are NaN."""
+        call = RaggedCall.captured(4, 300, device=torch.device("cpu"))
+        call.refill(torch.tensor((133, 0, 1, 0), dtype=torch.int32))
+        rows = specialize(Rows("cpu", (133, 1), (133, 1), True))
+        given = [torch.cat([each, each.new_full((166, *each.shape[1:]), NAN)]) for each in (rows.q, rows.k, rows.v)]
+        out = launch_ragged(*given, rows.layer, call, plan_tiles(call, rows.config), rows.config, None)
+        wanted, _ = attended(rows.q, rows.k, rows.v, rows.call, rows.layer.scale)
+        torch.testing.assert_close(out[:134], wanted, rtol=0, atol=1e-9)
+        assert not out[134:].any() and not out[134:].isnan().any()
+
+    @pytest.mark.long
+    @pytest.mark.parametrize("seed", range(50))
+    def test_random_calls(self, seed, specialize):
+        numbers = random.Random(seed)
+        queries = [numbers.choice((1, 64, 65, 128, 129, numbers.randint(1, 300))) for _ in range(numbers.randint(1, 4))]
+        keys = [new + numbers.choice((0, 1, 100, -(new // 3), numbers.randint(0, 400))) for new in queries]
+        nope, rope, value = numbers.choice(((128, 64, 128), (64, 0, 64), (128, 64, 64)))
+        rows = Rows("cpu", queries, keys, numbers.random() < 0.6, nope, rope, value)
+        specialize(rows, seed, numbers.choice((1, 2, 3))).check()
 
 
 class Launches:
