@@ -14,8 +14,8 @@ with the values. That reaches 390 TFLOP/s with head dim 64 and 450 with 128 on a
 No product is under way from one round of the loop to the next: ptxas would then run them one by one.
 
 The kernel replaces ``triton_attention`` for bfloat16 caches without draft trees, with the same schedule and the same
-partial results. It does not run with levels of invariance beyond ``run``. Triton's interpreter does not run Gluon: on
-a CPU this kernel is only compiled; its results are tested on a GPU.
+partial results. It does not run with levels of invariance beyond ``run``. Triton's interpreter does not run Gluon:
+tests on a CPU use ``attnplug_testing.gluon_interpreter``, which has no layouts, and compile the kernel.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ Steps have 32 rows, in three buffers: with more of them in flight, long streams 
 ``triton_attention``, with its steps of 64 rows, streams 5 % faster.
 
 Every request has the same number of rows here, and parts are always left to the merging kernel. Triton's interpreter
-does not run Gluon: on a CPU this kernel is only compiled; its results are tested on a GPU.
+does not run Gluon: tests on a CPU use ``attnplug_testing.gluon_interpreter``, which has no layouts, and compile the
+kernel.
 """
 
 from __future__ import annotations

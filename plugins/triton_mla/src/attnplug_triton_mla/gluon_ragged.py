@@ -1,8 +1,8 @@
 """MLA prefill as MHA in Gluon on SM 90: ragged attention by ``attnplug_triton_mha.gluon_attention``.
 
 It replaces ``triton_ragged.attend_ragged`` for heads of up to 192 key and 128 value columns, both multiples of 64, with
-the same tiles. Triton's interpreter does not run Gluon: on a CPU this kernel is only compiled; its results are tested
-on a GPU.
+the same tiles. Triton's interpreter does not run Gluon: tests on a CPU use ``attnplug_testing.gluon_interpreter``,
+which has no layouts, and compile the kernel.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ No product is under way from one round of the loop to the next: ptxas would then
 With ``SELECTED``, each row's slot is in the table, as in ``triton_attention``.
 
 The kernel replaces ``triton_attention``, with the same schedule, parts and merge. Every request has the same number of
-rows here, and parts are always left to the merging kernel. Triton's interpreter does not run Gluon: on a CPU this
-kernel is only compiled; its results are tested on a GPU.
+rows here, and parts are always left to the merging kernel. Triton's interpreter does not run Gluon: tests on a CPU use
+``attnplug_testing.gluon_interpreter``, which has no layouts, and compile the kernel.
 """
 
 from __future__ import annotations
