@@ -17,6 +17,7 @@ from attnplug_testing.devices import INTERPRETED
 from attnplug_testing.gluon_interpreter import GluonError, interpreted, mutant
 from attnplug_testing.kernel_scene import KernelCase, mla
 from attnplug_testing.references import triton_mla
+from attnplug_testing.sparse_scene import SparseStage, sparse
 from attnplug_triton_mla import attention, gluon_low, gluon_wide
 from attnplug_triton_mla.configurations import MLAKernelConfig
 
@@ -59,6 +60,16 @@ CASES = {
 def test_interpreted_results_are_those_of_float64(name, config, monkeypatch):
     """C1, C4"""
     check(CASES[name], config, monkeypatch)
+
+
+@both
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_interpreted_results_of_selected_rows(config, page_size, monkeypatch):
+    """A10"""
+    name = f"attend_{config.kernel}"
+    monkeypatch.setattr(attention, name, interpreted(getattr(MODULES[config.kernel], name), 0))
+    case = sparse(((33, 1), (0, 5), (64, 1), (2, 1)), ForwardMode.MIXED, page_size=page_size, topk=40)
+    SparseStage(case, "cpu", lambda context: triton_mla.build(context, lambda *_, **__: config)).check()
 
 
 def test_interpreted_splits_at_absolute_positions(monkeypatch):
