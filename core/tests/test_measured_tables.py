@@ -135,7 +135,7 @@ def test_folders_are_read_only_when_a_ranking_is_made(tmp_path: Path, monkeypatc
     ("content", "line"),
     [
         ("{", "is not JSON"),
-        ('{"schema": 7}', "it has schema 7, and this attnplug reads 5; it is not used"),
+        ('{"schema": 7}', "it has schema 7, and this attnplug reads 5; it is not used: remove it"),
         (
             '{"schema": 5, "device": "B", "sm": 80, "tables": []}',
             "measured on B (SM 80), and this is Acme Board 3 (SM 90)",
@@ -210,7 +210,7 @@ def test_a_folder_that_cannot_be_read_is_reported(monkeypatch: pytest.MonkeyPatc
         within.setattr("os.listdir", denied)
         within.setattr("os.stat", denied)
         fault, *_ = load_tables(INSTALLED, BOARD).faults
-    assert fault.endswith("tables cannot be read: Permission denied; it is not used")
+    assert fault.endswith("tables cannot be read: Permission denied; it is not used: remove it")
 
 
 def test_what_was_measured_last_comes_before_files_beside_it() -> None:
@@ -271,4 +271,4 @@ def test_a_third_partys_backend_takes_part_without_doing_anything(attnplug: Attn
     outcome = attnplug(*arguments)
     assert outcome.code == 0 and "decode: acme" in outcome.out
     (line,) = outcome.err.splitlines()
-    assert line.startswith("warning: ") and line.endswith("; it is not used")
+    assert line.startswith("warning: ") and line.endswith("; it is not used: remove it")

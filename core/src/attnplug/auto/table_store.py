@@ -347,7 +347,7 @@ def load_tables(plugins: Plugins, processor: Processor) -> Tables:
         try:
             file = read_tables(Path(origin.path))
         except TableError as error:
-            faults[f"{error}; it is not used"] = None
+            faults[f"{error}; it is not used: {'remove it' if origin.own else 'update its package'}"] = None
             continue
         if (file.device, file.sm) == (processor.name, processor.sm):
             tables += [FoundTable(table, origin) for table in file.tables]
