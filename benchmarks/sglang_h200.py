@@ -4,8 +4,7 @@ python benchmarks/sglang_h200.py OUT.jsonl [SECONDS] [AT_ONCE] [ONLY]
 
 Each configuration is an engine in a separate process, with three batches of eight prompts: "none" (nothing cached),
 "repeated" (the same prompts, from the prefix cache) and "extended" (each prompt with 40 tokens more). Each batch is a
-line of JSON. ONLY is a comma-separated list of substrings of "model backend graphs page chunk": matching configurations
-run.
+line of JSON.
 
 A token is right if it is transformers' greedy one in bfloat16 after the same tokens; or a near tie: in float32 its
 logit is below the best by no more than twice the largest error that bfloat16 makes in transformers' own logits of that
@@ -16,6 +15,7 @@ SGLang starts processes that import this file again, so everything is below the 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -221,7 +221,7 @@ class Reference:
 # cases
 
 
-def cases() -> list[dict[str, Any]]:
+def cases(only: list[str]) -> list[dict[str, Any]]:
     def case(
         model: str, backend: str, graphs: bool = True, page: int = 1, chunk: int | None = None, **more: Any
     ) -> dict[str, Any]:
@@ -261,7 +261,6 @@ def cases() -> list[dict[str, Any]]:
         case(llama, "triton", graphs=False),
         case(mla, "triton", graphs=False),
     ]
-    only = sys.argv[4].split(",") if len(sys.argv) > 4 else [""]
     found = [one for one in found if any(part in _text(one) for part in only)]
     if not has_fa3():
         found = [one for one in found if one["backend"] != "fa3"]
@@ -380,13 +379,18 @@ def members(session: int) -> list[int]:
 
 
 def main() -> None:
-    out, limit = Path(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 1500.0
-    at_once = int(sys.argv[3]) if len(sys.argv) > 3 else 1
-    end = time.monotonic() + limit
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT.jsonl")
+    parser.add_argument("seconds", type=float, nargs="?", default=1500.0, help="for all configurations")
+    parser.add_argument("at_once", type=int, nargs="?", default=1, help="engines that run at a time")
+    only = "comma-separated parts of 'model backend graphs page chunk'; matching configurations run"
+    parser.add_argument("only", nargs="?", default="", help=only)
+    parsed = parser.parse_args()
+    out, at_once, end = parsed.out, parsed.at_once, time.monotonic() + parsed.seconds
     work = Path(os.environ.get("BRIDGE_WORK") or tempfile.mkdtemp(prefix="sglang-bridge-"))
     logs = Path(os.environ.get("BRIDGE_LOGS") or work)
     logs.mkdir(parents=True, exist_ok=True)
-    waiting = list(enumerate(cases()))
+    waiting = list(enumerate(cases(parsed.only.split(","))))
     folders = {name: save(name, work) for name in dict.fromkeys(case["model"] for _, case in waiting)}
     print("checkpoints in", work, "logs in", logs, flush=True)
     references: dict[str, Reference] = {}
@@ -443,7 +447,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--serve":
+    if sys.argv[1:2] == ["--serve"]:
         serve(sys.argv[2], json.loads(sys.argv[3]))
     else:
         main()
