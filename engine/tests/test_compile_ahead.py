@@ -47,7 +47,7 @@ def test_processes_fill_the_cache_and_a_later_one_compiles_nothing(tmp_path):
 
 def recorded(tmp_path: Path, model: str, **settings: object) -> Counter[str]:
     """Kernels that an engine on a model with heads of a usual width launches at start-up, by name."""
-    config = {**TINY_CONFIGS[model], **WIDE[model], **settings.pop("config", {})}  # type: ignore[dict-item]
+    config = {**TINY_CONFIGS[model], **WIDE.get(model, {}), **settings.pop("config", {})}  # type: ignore[dict-item]
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = compiled_by(Path(__file__).with_name("record_engine.py"), str(tmp_path), json.dumps({**SMALL, **settings}))
     return Counter(found)
@@ -87,6 +87,23 @@ def test_batch_invariant_arithmetic_is_recorded(tmp_path):
     """E1: operators that are replaced inside torch's dispatcher."""
     found = recorded(tmp_path, "llama", attention_backend="triton_mha", num_pages=64, batch_invariant=True)
     assert {"_invariant_gemm", "merge_splits"} <= found.keys()
+
+
+@pytest.mark.long
+@needs_triton
+@pytest.mark.parametrize(
+    ("model", "settings", "kernel"),
+    [
+        ("llama", {"check_layers": True}, "_choose"),
+        ("llama", {"speculative_algorithm": "ngram", "plan_stream": True}, "_propose"),
+        ("deepseek_v3", {"speculative_algorithm": "mtp"}, "_accept"),
+        ("deepseek_v32", {"enable_hisparse": True}, "_swap_in"),
+    ],
+    ids=["checked layers", "a plan stream", "lengths on the host", "rows in host memory"],
+)
+def test_a_start_up_is_recorded_to_its_end(tmp_path, model, settings, kernel):
+    """E1: with each option that reads values of the device, or registers host memory."""
+    assert kernel in recorded(tmp_path, model, **settings)
 
 
 @pytest.mark.long

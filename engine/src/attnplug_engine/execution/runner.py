@@ -288,7 +288,7 @@ class ModelRunner:
 
         def checker(layer_id: int) -> None:
             def check(_module: object, _inputs: object, output: Tensor) -> None:
-                if not bool(torch.isfinite(output).all()):
+                if bool(torch.isfinite(output).logical_not().any()):  # false on tensors without values
                     raise NotFinite(layer_id)
 
             self.model.layers[layer_id].register_forward_hook(check)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnplug import LayerSpec
+from attnplug import Geometry, LayerSpec
+from attnplug.host import HostLengths
 from attnplug_engine import engine
 from attnplug_engine.execution.compile_ahead import AheadReport, AheadRequest
 from attnplug_engine.graphs import prefill
@@ -68,6 +69,18 @@ def _seconds(run: Callable[[], None], _device: object, *, waits: bool) -> float:
     return 0.0
 
 
+def _with_host_lengths(geometry: Geometry) -> Geometry:
+    """Give a geometry host lengths within its bounds, as a backend may that reads them from the device."""
+    if geometry.host is not None:
+        return geometry
+    count, longest = geometry.requests, max(geometry.max_seq_len, geometry.max_new)
+    query_lens = [geometry.max_new] * count
+    if geometry.new_lens is not None:
+        query_lens = [(geometry.rows + place) // count for place in range(count)]
+    host = HostLengths(query_lens, [longest] * count)
+    return replace(geometry, host=host, max_seq_len=longest, calls=geometry.calls)
+
+
 def _replace_on_fake_gpu(*call: Any) -> Any:
     """Run an operator of batch-invariant arithmetic. Torch turns the fake operations off inside another one."""
     with FakeOperations():
@@ -116,6 +129,7 @@ _REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (engine, "compile_ahead", lambda *_: AheadReport()),  # this process does it
     (start_up, "GraphCapture", lambda _device: _capture),
     (prefill, "_seconds", _seconds),
+    (Geometry, "with_host_lengths", _with_host_lengths),
     (invariant.Replacing, "__torch_dispatch__", _replace_on_fake_gpu),
 )
 """Functions to replace in a recorded start-up: owner, name, replacement."""

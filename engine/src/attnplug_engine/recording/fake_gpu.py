@@ -63,6 +63,8 @@ def _patch_cuda(gpu: GPU) -> None:
         "is_current_stream_capturing": False,
         "stream": nullcontext(),
         "graph": nullcontext(),
+        "cudart": SimpleNamespace(cudaHostRegister=_returning(0), cudaHostUnregister=_returning(0)),
+        "check_error": None,
     }
     for name, value in results.items():
         setattr(torch.cuda, name, _returning(value))
