@@ -55,7 +55,7 @@ def warm_up_batches(capacity: Capacity) -> Iterator[list[Request]]:
         for count in counts[1:]:
             yield [request(max(full // count, 1)) for _ in range(count)]
         for lengths in _several_lengths(counts[1:], full):
-            yield [request(tokens) for tokens in lengths]
+            yield [request(tokens, _GREEDY) for tokens in lengths]
         for count in sorted({1 << power for power in range(0, most.bit_length(), 2)} - {most} | {most - 1}):
             yield [*decoding(count, short), request(min(2 * full + _SHORT, longest), _GREEDY)]
 
