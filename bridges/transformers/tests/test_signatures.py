@@ -135,6 +135,9 @@ def test_blocks_are_read_in_one_of_two_forms(folder):
 def test_names_are_registered_as_we_do(folder):
     assert arguments(folder / "utils/generic.py", "GeneralInterface", "register") == ["cls", "key", "value"]
     assert "_attn_implementation" in (folder / "configuration_utils.py").read_text()
+    model = folder / "modeling_utils.py", "PreTrainedModel"
+    assert arguments(*model, "_can_set_attn_implementation") == ["cls"]
+    assert arguments(*model, "get_correct_attn_implementation")[:2] == ["self", "requested_attention"]
 
 
 def test_our_cache_overrides_what_transformers_calls(folder):
