@@ -13,7 +13,7 @@ import torch
 from attnplug import PoolError, UsageError
 from attnplug.declare.device import Processor
 from attnplug.host import TINY_CONFIGS
-from attnplug_engine import Embedder, Engine
+from attnplug_engine import Embedder, Engine, EngineOptions
 from attnplug_engine.cli import generate
 from attnplug_engine.execution import compilations
 from attnplug_engine.execution.compilations import Compilation, CompilationMark, describe
@@ -270,10 +270,12 @@ def test_prompts_that_are_not_chunked_are_not_timed():
     assert run_warm_up(Engine("tiny:llama", device="cpu", chunked_prefill_size=-1)) is None
 
 
-@pytest.mark.parametrize("latency", [0, -1.0, float("nan"), True, "fast"])
+@pytest.mark.parametrize("latency", [0, -1.0, float("nan"), True, "fast", 50])
 def test_a_latency_is_seconds_above_0(latency):
+    """Milliseconds are refused, too."""
     with pytest.raises(UsageError, check=naming("inter_token_latency")):
         Engine("tiny:llama", device="cpu", inter_token_latency=latency)
+    EngineOptions(inter_token_latency=float("inf"))
 
 
 def test_a_step_that_does_not_fit_is_refused_at_start_up(monkeypatch):

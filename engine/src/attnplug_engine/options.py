@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from attnplug_engine.settings.speculation import Speculation, read_speculation
 LARGEST_BATCH = 1 << 16
 LARGEST_COUNT = 1 << 40  # of pages, slots or tokens; torch's sizes do not overflow
 _GPU_STEP_TOKENS, _CPU_STEP_TOKENS = 8192, 2048
+_LONGEST_LATENCY = 5.0  # longer ones are milliseconds by mistake
 
 _SWITCHES = (
     "disable_cuda_graph",
@@ -150,9 +152,11 @@ class EngineOptions:
         if self.chunked_prefill_size not in (None, -1):
             self._check_whole("chunked_prefill_size", 1, LARGEST_COUNT, ", or -1 for prompts that are not chunked")
         latency = self.inter_token_latency
-        if isinstance(latency, bool) or not isinstance(latency, int | float) or not latency > 0:
+        is_number = isinstance(latency, int | float) and not isinstance(latency, bool)
+        if not is_number or not (0 < latency <= _LONGEST_LATENCY or latency == math.inf):
             raise UsageError(
-                f"`inter_token_latency` {show(latency)} is not allowed; give seconds above 0",
+                f"`inter_token_latency` {show(latency)} is not allowed; give seconds above 0 and up to "
+                f"{_LONGEST_LATENCY:g}, such as 0.05, or inf for no limit",
                 settings=["inter_token_latency"],
             )
         chunk = LARGEST_COUNT if self.chunked_prefill_size == -1 else self.step_tokens(on_gpu=True)
