@@ -24,13 +24,13 @@ if __name__ == "__main__":
 
         def serve(*args: object, **named: object) -> None:
             """Take the place of the engine's constructor, because fake tensors live as long as their mode."""
-            serving = make(*args, **named)  # type: ignore[arg-type]
+            serving = make(*args, **named)
             names.clear()
             for lengths in batches:
                 prompts = [[(number + place) % 97 for place in range(each)] for number, each in enumerate(lengths)]
                 serving.generate(prompts, max_tokens=3)
 
-        engine.Engine = serve  # type: ignore[assignment, misc]
+        engine.Engine = serve
     record_launches(H200.target, lambda name, _compile: names.append(name.rpartition(".")[2]))
     start(AheadRequest(sys.argv[1], kind(**settings), H200, ranks=1, workers=1, num_pages=settings.get("num_pages")))
     print(json.dumps(names))

@@ -123,7 +123,8 @@ class Weights:
         if key is None or value is None:
             found, missing = (f"{self._prefix}{kind}_scale" for kind in ("vk" if key is None else "kv"))
             raise CheckpointError(
-                f"the checkpoint {self._source.name!r} has a scale of an fp8 cache, {found!r}, and no {missing!r}",
+                f"the checkpoint {self._source.name!r} has a scale of an fp8 cache, {found!r}, but no {missing!r}; "
+                "a layer needs both or neither",
                 self._source.name,
                 missing,
             )
