@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from decode_models import MODELS, smaller
+from decode_points import DeviceLock
 
 from attnplug.host import SelectionError
 from attnplug_engine import Engine, SamplingParams
@@ -156,9 +157,10 @@ def backends(engine: Engine) -> dict[str, str | None]:
     return {str(role): choice.chosen_name for role, choice in engine.selection.choices.items()}
 
 
-def costs(folder: str, scale: Scale) -> dict[str, Any]:
+def costs(folder: str, scale: Scale, lock: DeviceLock) -> dict[str, Any]:
     """Measure both engines at each point, alternating; the first round is a warm-up."""
     engines = {name: Timed(folder, scale, batch_invariant=name == "invariant") for name in ("default", "invariant")}
+    lock.acquire()
     points: list[dict[str, Any]] = [{"requests": requests, "context": context} for requests, context in scale.points]
     points += [{"prompt": tokens} for tokens in scale.prompts]
     for point in points:
@@ -180,7 +182,9 @@ def main() -> None:
     parser.add_argument("--part", choices=("schedules", "costs"), help="only this part")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--schedules", type=int, help="schedules of each model; 2000 in all by default")
+    parser.add_argument("--lock", metavar="FILE", help="lock file: processes start together, time costs one at a time")
     arguments = parser.parse_args()
+    lock = DeviceLock(arguments.lock)
     scale = SMOKE if arguments.smoke else FULL
     report: dict[str, Any] = {"device": scale.device, "torch": torch.__version__, "models": {}}
     with tempfile.TemporaryDirectory() as folder:
@@ -194,7 +198,7 @@ def main() -> None:
                         write(Path(folder) / f"{name}-short", shortened(config)), scale, count
                     )
                 if arguments.part != "schedules":
-                    found["costs"] = costs(write(Path(folder) / name, config), scale)
+                    found["costs"] = costs(write(Path(folder) / name, config), scale, lock)
             except SelectionError as error:
                 found["refused"] = str(error)
             report["models"][name] = found

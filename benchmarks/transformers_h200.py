@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode_points import Point
+from decode_points import DeviceLock, Point
 from decode_transformers import decode
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, LlamaConfig, __version__
@@ -50,7 +50,9 @@ def installed() -> list[str]:
     return ["sdpa", *(name for name, module in _PACKAGES.items() if find_spec(module)), *OURS]
 
 
-def measure(names: Sequence[str], points: Sequence[tuple[int, int]], *, smoke: bool) -> list[dict[str, Any]]:
+def measure(
+    names: Sequence[str], points: Sequence[tuple[int, int]], lock: DeviceLock, *, smoke: bool
+) -> list[dict[str, Any]]:
     """Measure the implementations at each point, in turns."""
     device, dtype = ("cpu", torch.float32) if smoke else ("cuda", torch.bfloat16)
     torch.manual_seed(0)
@@ -62,6 +64,8 @@ def measure(names: Sequence[str], points: Sequence[tuple[int, int]], *, smoke: b
     for batch, context in points:
         point = Point("llama", batch, context)
         for turn in range(1 + ROUNDS):
+            if turn == 1:
+                lock.acquire()
             for name in names:
                 model.set_attn_implementation(name)
                 if turn == 0:
@@ -84,11 +88,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--implementations", type=lambda text: text.split(","), help="the first is the reference")
+    parser.add_argument("--requests", type=int, action="append", help="measure only these batches")
+    parser.add_argument("--lock", metavar="FILE", help="lock file: processes compile together, measure one at a time")
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
     names = options.implementations or (["sdpa", "attnplug:torch_native"] if options.smoke else installed())
     points = ((1, 24), (3, 40)) if options.smoke else POINTS
-    rows = measure(names, points, smoke=options.smoke)
+    points = tuple(point for point in points if not options.requests or point[0] in options.requests)
+    rows = measure(names, points, DeviceLock(options.lock), smoke=options.smoke)
     facts = {"transformers": __version__, "torch": torch.__version__}
     if not options.smoke:
         facts["device"] = torch.cuda.get_device_name()
