@@ -76,6 +76,18 @@ def test_warm_up_covers_every_kind_of_step():
     assert len({request.id for request in requests}) == len(requests)
 
 
+@pytest.mark.parametrize("step_tokens", [1, 3, 24, 64])
+@pytest.mark.parametrize("max_batch", [1, 5, 40])
+def test_warm_up_prompts_have_tokens_and_fit(step_tokens, max_batch):
+    """E1: also if a step has fewer tokens than requests may run."""
+    for context in (step_tokens + 5, 200):
+        capacity = Capacity(60, 4, max_batch=max_batch, max_step_tokens=step_tokens, context_length=context)
+        for batch in warm_up_batches(capacity):
+            assert all(0 < len(request.prompt) < context for request in batch) and len(batch) <= max_batch
+        for prompts in embedding_batches(capacity, step_tokens):
+            assert all(0 < len(prompt) <= context for prompt in prompts) and len(prompts) <= max_batch
+
+
 def test_a_warm_up_step_decodes_beside_a_chunk_of_a_prompt(monkeypatch):
     """E1: kernels of mixed steps are compiled, too."""
     engine = Engine("tiny:llama", device="cpu", max_batch=4, chunked_prefill_size=32, context_length=96)

@@ -83,9 +83,10 @@ def embedding_batches(capacity: Capacity, step_tokens: int) -> Iterator[list[tup
 def _several_lengths(counts: Sequence[int], full: int) -> Iterator[list[int]]:
     """Yield lengths of as many prompts as each of ``counts``: all equal, or one longer than the others.
 
-    Kernels choose tiles of up to 128 rows by the longest prompt, so few tokens are in powers of two.
+    Kernels choose tiles of up to 128 rows by the longest prompt, so few tokens are in powers of two. More prompts than
+    ``full`` do not run together.
     """
-    for count in counts:
+    for count in (count for count in counts if count <= full):
         most = full - count + 1
         for longest in (*(1 << power for power in range(1, 8)), 512, 2048, most):
             if longest * count <= full and longest < 128:
