@@ -116,6 +116,15 @@ def test_prompts_of_any_lengths_launch_what_a_start_up_launched(tmp_path):
     assert not late
 
 
+@pytest.mark.long
+@needs_triton
+def test_prefills_whose_graphs_a_start_up_drops_are_recorded(tmp_path):
+    """E1: which graphs save time is known on the GPU only, so prefills are recorded with their graphs and without."""
+    settings = {"attention_backend": "triton_mha", "num_pages": 64, "context_length": 256}
+    captured = recorded(tmp_path, "llama", **settings)
+    assert recorded(tmp_path, "llama", disable_prefill_cuda_graph=True, **settings) <= captured
+
+
 @needs_triton
 @pytest.mark.long
 def test_an_embedder_is_recorded(tmp_path):

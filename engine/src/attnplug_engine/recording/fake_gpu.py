@@ -46,6 +46,7 @@ def fake_gpu(gpu: GPU) -> Iterator[None]:
 
 
 def _patch_cuda(gpu: GPU) -> None:
+    FakeTensor.data_ptr = _address
     properties = SimpleNamespace(**gpu.properties)
     results: Mapping[str, Any] = {
         "is_available": False,  # otherwise torch would open the device
@@ -69,6 +70,11 @@ def _patch_cuda(gpu: GPU) -> None:
     for name, value in results.items():
         setattr(torch.cuda, name, _returning(value))
     torch.cuda.Event = torch.cuda.Stream = torch.cuda.CUDAGraph = torch.Generator = _NoOp  # type: ignore
+
+
+def _address(tensor: Tensor) -> int:
+    """Return a tensor's offset in its memory. Triton has a variant of a kernel for addresses at multiples of 16."""
+    return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _returning(value: Any) -> Callable[..., Any]:
