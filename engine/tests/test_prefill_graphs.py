@@ -454,7 +454,7 @@ class TestCapture:
 
     def test_what_saves_no_time_is_not_kept(self, monkeypatch):
         """From some size on the device takes longer than the host; much longer ones are not even captured."""
-        times, captures = iter([1.0, 1.6, 1.0, 1.4, 1.2, 1.0, 1.0, 0.2]), list[Any]()
+        times, captures = iter([1.0, 1.6, 1.0, 1.4, 1.3, 1.0, 1.0, 0.2]), list[Any]()
         monkeypatch.setattr("attnplug_engine.graphs.prefill._seconds", lambda *given, **how: next(times))
         one = engine()
 
@@ -752,12 +752,13 @@ class TestAside:
 
     @pytest.mark.parametrize("model", [0, 1])
     def test_attention_that_takes_longer_than_the_graph_saves_is_left_to_who_prefills(self, model, monkeypatch):
-        """Pairs of a new row and one that it may attend to, at 90 TFLOP/s in all layers."""
+        """Pairs of a new row and one that it may attend to, at 90 TFLOP/s in all layers. Launches are four fifths of an
+        eager step."""
         spec = load_model(MODELS[model])
         layer = spec.full_layers[0]
         width = 2 * layer.head_dim if layer.mla is None else layer.mla.row_dim + layer.mla.kv_lora_rank
         saved = 40.5 * 2 * layer.num_heads * width * len(spec.layers) / 9e13
-        monkeypatch.setattr("attnplug_engine.graphs.prefill._seconds", lambda *given, waits: saved * (not waits))
+        monkeypatch.setattr("attnplug_engine.graphs.prefill._seconds", lambda *given, waits: 0.8 * saved * (not waits))
         one = engine(MODELS[model])
         capture_steps(one.runner, SIZES, Recorded(), prefills=PREFILLS, keep_all=False)
         graphs = one.runner.graphs.prefill
@@ -777,7 +778,7 @@ class TestAside:
         self, captured_us, eager_us, saved_us, replayed, monkeypatch
     ):
         """Microseconds of all layers."""
-        monkeypatch.setattr("attnplug_engine.graphs.prefill._seconds", lambda *_, waits: 1e-6 * saved_us * (not waits))
+        monkeypatch.setattr("attnplug_engine.graphs.prefill._seconds", lambda *_, waits: 8e-7 * saved_us * (not waits))
         one = engine()
         layers = len(one.runner.spec.full_layers)
         captured, eager = (ExtendSchedule({"measured": {(1, 4, 4): us / layers}}) for us in (captured_us, eager_us))
