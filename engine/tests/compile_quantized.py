@@ -15,6 +15,7 @@ from attnplug_engine.kernels.quantized_experts import _grouped_product
 from attnplug_engine.kernels.quantized_gemm import _quantized_gemm
 from attnplug_engine.kernels.scaled_rows import _scale_rows
 from attnplug_engine.kernels.skinny_fp8_gemm import _skinny_fp8_gemm
+from attnplug_engine.kernels.split_gemm import CODES, PLAIN, SplitConfig, _split_gemm
 from attnplug_engine.kernels.tiled_fp8_gemm import CONFIG, _tiled_fp8_gemm
 from attnplug_testing import ahead
 
@@ -98,6 +99,18 @@ def tiled(sm: int, config: GemmConfig, width: int, *, norm: bool) -> Any:
     return ahead.compiled(_tiled_fp8_gemm, sm, types, made, options(sm, config.warps), strides)
 
 
+def split(sm: int, config: SplitConfig, rows: int, *, codes: bool, norm: bool) -> Any:
+    made = {
+        "K": 8192, "PART": 8192 // config.parts, "PARTS": config.parts, "GROUP": 128, "ROWS_PER_SCALE": 128,
+        "CODES": codes, "ROWS": rows, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "STAGES": config.stages,
+        "LINES": config.lines, "NORM": norm, "BIAS": False, "ONTO": True, "EARLY": sm >= 90,
+    }  # fmt: skip
+    types = HALF | {"x": "*bf16", "weight": "*fp8e4nv" if codes else "*bf16", "scales": "*fp32", "gain": "*bf16"}
+    types |= {"eps": "fp32", "sums": "*fp32", "counters": "*i32"}
+    strides = ("x_stride", "out_stride", "onto_stride")
+    return ahead.compiled(_split_gemm, sm, types, made, options(sm, config.warps), strides)
+
+
 def named(config: QuantizedConfig) -> str:
     return "scaled" if config.columns >= 64 else "narrow"
 
@@ -112,11 +125,16 @@ def every_kernel(sm: int) -> Iterator[tuple[str, Any]]:
         yield "fp8", product(sm, "fp8", CONFIGS["fp8"][0][-1])
         yield "mxfp4", product(sm, "mxfp4", CONFIGS["mxfp4"][1][-1])
         yield "tiled", tiled(sm, CONFIG, 2048, norm=True)
+        yield "split, normed", split(sm, SplitConfig(64, 128, 4, 4, 4), 16, codes=False, norm=True)
     if sm != 90:
         return
     for rows, width, gated in ((1, 2048, True), (1, 2048, False), (1, 8192, False), (2, 8192, False), (1, 7168, True)):
         yield "few rows", few(sm, rows, width, gated=gated)
     yield "tiled", tiled(sm, CONFIG, 7168, norm=False)
+    for table in (PLAIN, CODES):
+        for most, _, _, config in table:
+            if config is not None:
+                yield "split", split(sm, config, most, codes=table is CODES, norm=False)
     for *_, config in CONFIGS["scaled"][:-1]:
         yield named(config), product(sm, "scaled", config)
     for *_, config in (*CONFIGS["scaled"][:2], *CONFIGS["scaled"][-2:]):

@@ -2,7 +2,7 @@
 
 Up to 64 rows it is bound by reading the matrix once. Bias, SwiGLU gate and residual are fused. An RMS norm is fused
 into the scaling of activations to fp8; for other formats it is a separate kernel. One or two rows are multiplied by
-fp8 codes in ``skinny_fp8_gemm``.
+fp8 codes in ``skinny_fp8_gemm``, up to 64 by a matrix of few rows in ``split_gemm`` or ``tiled_fp8_gemm``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from attnplug_engine.kernels.quantized_tiles import prefetch, product
 from attnplug_engine.kernels.scaled_rows import scale_rows, scales_rows
 from attnplug_engine.kernels.skinny_fp8_gemm import skinny_fp8_gemm
 from attnplug_engine.kernels.skinny_gemm import aligned
+from attnplug_engine.kernels.split_gemm import SplitConfig, choose_split, split_gemm
 from attnplug_engine.kernels.tiled_fp8_gemm import choose_tiled, tiled_fp8_gemm
 
 _BAND = 8
@@ -94,15 +95,17 @@ def quantized_gemm(
     norm: tuple[Tensor, float] | None = None,
     gated: bool = False,
     onto: Tensor | None = None,
-    config: QuantizedConfig | GemmConfig | None = None,
+    config: QuantizedConfig | GemmConfig | SplitConfig | None = None,
+    counters: Tensor | None = None,
 ) -> Tensor:
     """Return ``x [rows, K]`` times a quantized matrix ``[N, K]`` transposed: ``[rows, N]`` like ``x``.
 
     ``form`` is the codes' format: ``fp8``, ``int4`` or ``mxfp4``. ``skinny_fp8_gemm`` multiplies up to ``FEW`` rows by
-    fp8 codes, and ``tiled_fp8_gemm`` up to 16 by short matrices; other rows are scaled to fp8 if ``scales_rows``.
+    fp8 codes, and ``tiled_fp8_gemm`` up to 16 by short matrices; other rows are scaled to fp8 if ``scales_rows``. With
+    the weight's ``arrival_counters``, ``split_gemm`` multiplies up to 64 rows by short matrices.
     ``scales`` are ``[N / rows_per_scale, K / group]``. ``norm`` is the weight and epsilon of an RMS norm of ``x``. See
-    ``skinny_gemm`` for the others. ``config`` is of ``quantized_configs``, or of ``gemm_tiles`` for ``tiled_fp8_gemm``
-    (``tiles``) and ``skinny_fp8_gemm``.
+    ``skinny_gemm`` for the others. ``config`` is of ``quantized_configs``, of ``split_gemm``, or of ``gemm_tiles``
+    for ``tiled_fp8_gemm`` (``tiles``) and ``skinny_fp8_gemm``.
     """
     (rows, width), parts = x.shape, 2 if gated else 1
     outputs = codes.shape[0] // parts
@@ -112,7 +115,15 @@ def quantized_gemm(
         if rows <= FEW:
             config = choose_few_codes(outputs, width, parts)
         else:
-            config = choose_tiled(x, codes, group, rows_per_scale, gated=gated)
+            if counters is not None and not gated:
+                config = choose_split(x, codes, group=group, rows_per_scale=rows_per_scale)
+            config = config or choose_tiled(x, codes, group, rows_per_scale, gated=gated)
+    if isinstance(config, SplitConfig):
+        assert counters is not None, "programs that divide the columns count their arrivals"
+        return split_gemm(
+            x, codes, config, counters, scales=scales, group=group, rows_per_scale=rows_per_scale, bias=bias, norm=norm,
+            onto=onto,
+        )  # fmt: skip
     if isinstance(config, GemmConfig):
         if config.tiles:
             return tiled_fp8_gemm(

@@ -250,7 +250,7 @@ class Scheme(ABC):
 
         return quantized_gemm(
             x, codes, scales, form=self.kernel, group=self.group, rows_per_scale=weight.rows_per_scale,
-            bias=bias, norm=norm, gated=gated, onto=onto,
+            bias=bias, norm=norm, gated=gated, onto=onto, counters=weight.counters,
         )  # fmt: skip
 
     @staticmethod
@@ -315,11 +315,17 @@ class QuantizedWeight(nn.Module):
         """True if the Triton kernels support it."""
         self.library: Product | None = None
         """Library function for many rows. Chosen here, because it cannot be checked during graph capture."""
+        self.counters: Tensor | None = None
+        """Arrival counters of ``split_gemm``. Allocated here, so that a graph does not zero them."""
         if usable(codes.device):
             from attnplug_engine.kernels.quantized_gemm import supports
             from attnplug_engine.kernels.scaled_rows import scales_rows
 
             self.on_gpu = supports(self.shape[1], scheme.group)
+            if self.on_gpu and codes.dim() == 2 and scheme.kernel == "fp8":
+                from attnplug_engine.kernels.split_gemm import arrival_counters
+
+                self.counters = arrival_counters(self.shape[0], codes.device)
             whole = codes.dim() == 2 and (rows_per_scale, scheme.group) == (128, 128)
             if whole and scales_rows(scheme.kernel, 128, codes.device) and not any(size % 128 for size in self.shape):
                 self.library = block_product(codes.device)
