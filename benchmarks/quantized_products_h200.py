@@ -244,7 +244,7 @@ def swept(case: Case) -> dict[str, Any]:
     found: dict[str, Any] = {"limit_us": round(limit, 2), "configs": []}
     plain = exact.bfloat16()
     plains = [plain, *(plain.clone() for _ in range(copies - 1))]
-    found["bfloat16_us"] = round(_timed([lambda one=one: x @ one.t() for one in plains]), 2)
+    found["bfloat16_us"] = round(timed([lambda one=one: x @ one.t() for one in plains]), 2)
     del plains
     seen = {True: normed(x, fused.get("norm"))}
     seen[False] = _scaled(x, fused.get("norm")) if case.form == "fp8" else seen[True]
@@ -269,7 +269,7 @@ def _measured(
 ) -> dict[str, Any]:
     found = multiplied(x, weights[0], config, fused).float()
     error = float((found - wanted).norm() / wanted.norm())
-    us = _timed([lambda one=one: multiplied(x, one, config, fused) for one in weights])
+    us = timed([lambda one=one: multiplied(x, one, config, fused) for one in weights])
     return {"config": repr(config), "us": round(us, 2), "share": round(limit / us, 3), "error": round(error, 6)}
 
 
@@ -302,7 +302,7 @@ def swept_experts(case: Case) -> dict[str, Any]:
         own = call(copies[0], config).float()
         wanted = own if wanted is None else wanted
         error = float((own - wanted).norm() / wanted.norm())
-        us = _timed([lambda weights=weights, config=config: call(weights, config) for weights in copies])
+        us = timed([lambda weights=weights, config=config: call(weights, config) for weights in copies])
         found["configs"].append(
             {"config": repr(config), "us": round(us, 2), "share": round(limit / us, 3), "error": round(error, 6)}
         )
@@ -347,7 +347,7 @@ def _experts(form: str) -> Pair:
     return stacked(2 * INNER, HIDDEN), stacked(HIDDEN, INNER)
 
 
-def _timed(calls: list[Callable[[], torch.Tensor]]) -> float:
+def timed(calls: list[Callable[[], torch.Tensor]]) -> float:
     """Microseconds of a call: of a graph of all of them, after a replay that is not timed."""
     graph, _ = capture(lambda: [call() for call in calls][-1])
     times = []

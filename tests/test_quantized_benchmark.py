@@ -9,6 +9,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import decode_models
 import quantized_products_h200
+import split_products_h200
 from quantized_h200 import limit_us, main
 
 from attnplug_engine.kernels.gemm_tiles import choose_few_codes
@@ -32,6 +33,14 @@ def test_products_of_every_format_run(tmp_path: Path) -> None:
     quantized_products_h200.main(["--smoke", "--out", str(out)])
     found = json.loads(out.read_text())
     assert all(found[form]["error"] < 1e-3 and found[form]["configs"] for form in ("fp8", "int4", "mxfp4"))
+
+
+def test_split_products_of_every_configuration_run(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    split_products_h200.main(["--smoke", "--out", str(out)])
+    found = json.loads(out.read_text())["smoke"]
+    assert len(found) > 15
+    assert all(one["same"] and one["error"] < 0.01 for one in found.values())
 
 
 def test_the_sweep_has_the_configurations_that_are_used() -> None:
