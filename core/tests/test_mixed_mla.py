@@ -57,6 +57,11 @@ class TestPolicy:
         decodes = [(4096, 1)] * 32
         assert apart(*decodes, (0, 8192)) == 32 and apart(*decodes, (8192, 512), (0, 5)) == 32
 
+    def test_the_end_of_a_prompt_leaves_other_prompts_as_mha(self):
+        """C1: as in an extend without decodes."""
+        assert apart(*[(1500, 1)] * 250, (4137, 78), (0, 4000), (0, 3889)) == 250
+        assert apart(*[(1500, 1)] * 250, (4137, 78), (0, 400)) == 0
+
     def test_few_prefill_tokens_stay_with_the_decodes(self):
         """Two parts are more launches than one."""
         assert apart((4096, 1), (0, 1024)) == 1 and apart((4096, 1), (0, 1023)) == 0

@@ -41,11 +41,16 @@ class TestPolicy:
         assert self.choose(ExtendPolicy(), (8192, 100)) is ExtendPath.ONE_SHOT
         assert self.choose(ExtendPolicy(), (4096, 5), (4096, 5)) is ExtendPath.ONE_SHOT
 
-    def test_many_queries_per_prefix_row_run_as_mha(self):
-        """C1: a threshold of new tokens per prefix row, weighted by prefixes."""
-        assert self.choose(ExtendPolicy(), (1000, 191)) is ExtendPath.ABSORBED
-        assert self.choose(ExtendPolicy(), (1000, 192)) is ExtendPath.ONE_SHOT
-        assert self.choose(ExtendPolicy(), (1000, 100), (10, 1000)) is ExtendPath.ABSORBED
+    def test_many_pairs_per_prefix_row_run_as_mha(self):
+        """C1: a threshold of pairs of a new token and a row. 176 and 177 tokens have half as many among themselves."""
+        assert self.choose(ExtendPolicy(), (1000, 176)) is ExtendPath.ABSORBED
+        assert self.choose(ExtendPolicy(), (1000, 177)) is ExtendPath.ONE_SHOT
+        assert self.choose(ExtendPolicy(), (1000, 100), (10, 100)) is ExtendPath.ABSORBED
+
+    def test_the_end_of_a_prompt_leaves_other_prompts_as_mha(self):
+        """C1: few tokens behind a long prefix have few pairs; the other prompts would take 3 times as long absorbed."""
+        assert self.choose(ExtendPolicy(), (4137, 78)) is ExtendPath.ABSORBED
+        assert self.choose(ExtendPolicy(), (4137, 78), (0, 4000), (0, 3889)) is ExtendPath.ONE_SHOT
 
     def test_a_threshold_of_0_lets_every_prefix_pay(self):
         """C1"""

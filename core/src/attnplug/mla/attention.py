@@ -170,8 +170,7 @@ class MLAAttention:
         if mode.is_decode or not geometry.rows:
             return ExtendPath.ABSORBED
         is_open = requested is None and (mode is not ForwardMode.EXTEND or not geometry.host)
-        prefers_absorbed = is_open or requested is ExtendPath.ABSORBED
-        if prefers_absorbed and ExtendPath.ABSORBED in abilities:
+        if ExtendPath.ABSORBED in abilities and (is_open or requested is ExtendPath.ABSORBED):
             return ExtendPath.ABSORBED  # as the policy would choose, without reading the lengths
         return self.policy.choose(mode, geometry.query_lens, geometry.kv_lens, abilities, requested)
 

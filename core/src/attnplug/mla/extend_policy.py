@@ -15,13 +15,12 @@ class ExtendPolicy:
     """Choice of the fastest path of an extend: ``ExtendPolicy(chunk_threshold=4096)``.
 
     Absorbed attention reads the cache directly, but multiplies rows of ``kv_lora_rank``. As MHA, rows are up-projected
-    first, which pays for long prefixes, from ``chunk_threshold`` prefix rows per batch, and if many queries read each
-    row: from ``query_threshold`` new tokens per prefix row, on average. (With 512 latent columns and heads of 192 and
-    128, 171 queries are as much arithmetic on both paths.) ``chunk_capacity`` is the maximum number of prefix rows to
-    up-project at a time. ``forced`` overrides all.
+    first, up to ``chunk_capacity`` prefix rows at a time. That pays from ``chunk_threshold`` prefix rows per batch, or
+    from ``query_threshold`` pairs of a new token and a row it attends to per prefix row, pairs of two new tokens
+    included. (With 512 latent columns and heads of 192 and 128, 171 pairs are as much arithmetic on both paths.)
 
-    Decodes of a mixed batch run apart, absorbed, if the other requests have ``split_threshold`` pairs of a new token
-    and a row it attends to: by default a prompt of 1024 tokens, which 16 heads run 50 µs faster as MHA on an H200.
+    Decodes of a mixed batch run apart, absorbed, if the other requests have ``split_threshold`` pairs: by default those
+    of a prompt of 1024 tokens, which 16 heads run 50 µs faster as MHA on an H200. ``forced`` overrides all.
     """
 
     chunk_threshold: int = 8192
@@ -63,8 +62,7 @@ class ExtendPolicy:
         absorbed = ExtendPath.ABSORBED in abilities
         total, prefix = sum(kv_lens), sum(kv_lens) - sum(query_lens)
         chunks_allowed = not self.disable_chunked_prefix_cache
-        reads = sum(new * (kv - new) for new, kv in zip(query_lens, kv_lens, strict=True))
-        enough = prefix >= self.chunk_threshold or reads >= self.query_threshold * prefix
+        enough = prefix >= self.chunk_threshold or _pairs(query_lens, kv_lens) >= self.query_threshold * prefix
         pays = not prefix or (chunks_allowed and enough)
         if absorbed and (self.disable_ragged or mode is not ForwardMode.EXTEND or not pays):
             return ExtendPath.ABSORBED
@@ -86,6 +84,10 @@ class ExtendPolicy:
         new, lens = query_lens[first:], kv_lens[first:]
         if not first or min(new) < 2 or self.choose(ForwardMode.EXTEND, new, lens, abilities) is ExtendPath.ABSORBED:
             return 0
-        pairs, own = sum(map(mul, new, lens)), sum(map(mul, new, new))
-        pays = pairs - own >= self.query_threshold * (sum(lens) - sum(new)) and pairs - own // 2 >= self.split_threshold
+        pays = _pairs(new, lens) >= max(self.query_threshold * (sum(lens) - sum(new)), self.split_threshold)
         return first if pays or self.forced is not None or ExtendPath.ABSORBED not in abilities else 0
+
+
+def _pairs(query_lens: Sequence[int], kv_lens: Sequence[int]) -> int:
+    """Return the number of pairs of a new token and a row it attends to, within half a pair per token."""
+    return sum(map(mul, query_lens, kv_lens)) - sum(map(mul, query_lens, query_lens)) // 2
