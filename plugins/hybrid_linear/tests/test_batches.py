@@ -17,7 +17,7 @@ from attnplug_testing.batches import with_plan
 from attnplug_testing.devices import nothing_waits
 from attnplug_testing.errors import raises_naming
 from linear_scene import LAYERS, PADDED, LinearScene, same_values
-from linear_settings import INTERPRETED, ON_A_GPU, SETTINGS, TORCH, Setting
+from linear_settings import INTERPRETED, ON_A_GPU, SETTINGS, TORCH, ReferenceChunks, Setting
 
 DECODE, EXTEND, MIXED = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED
 in_every_setting = pytest.mark.parametrize("setting", SETTINGS)
@@ -103,6 +103,23 @@ def _turned(tensor: torch.Tensor) -> torch.Tensor:
 def _wider(tensor: torch.Tensor) -> torch.Tensor:
     """The same numbers as a slice of something wider, which is NaN beside them."""
     return torch.cat([tensor, torch.full_like(tensor, torch.nan)], -1)[..., : tensor.shape[-1]]
+
+
+@pytest.mark.parametrize("before", [[1, 1, 0, 1, 16], [1], []], ids=str)
+def test_planning_leaves_what_precedes_long_sequences_out_of_chunks(before, monkeypatch) -> None:
+    """A7: a decode would take a chunk for itself. A short sequence behind a long one stays in the chunks."""
+    chunked: list[tuple[int, list[int]]] = []
+    run = ReferenceChunks.chunked
+
+    def count(kernels, inputs, scale, chunks, states):
+        chunked.append((inputs.v.shape[0], chunks.cu_seqlens.tolist()))
+        return run(kernels, inputs, scale, chunks, states)
+
+    monkeypatch.setattr(ReferenceChunks, "chunked", count)
+    scene = INTERPRETED.scene(8)
+    members = [*(6, PADDED, 1, 0, 5)[: len(before)], 2, PADDED, 3, 7]
+    check(INTERPRETED, scene, MIXED, members, [*before, 40, 20, 3, 70], padding=2)
+    assert set(map(str, chunked)) == {str((135, [0, 40, 60, 63, 133]))}
 
 
 @on_a_gpu

@@ -29,17 +29,22 @@ MAX_RECURRENT_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlaMetadata(LinearMetadata):
-    """A plan's metadata. ``blocks`` is set if a sequence is long, ``chunks`` if the library runs the batch, and
-    ``refilled`` if the batch is a captured extend."""
+    """A plan's metadata. ``blocks`` is set if a sequence is long, ``chunks`` if the library runs ``chunked`` sequences,
+    and ``refilled`` if the batch is a captured extend. ``short`` are the sequences before ``chunked``, if any."""
 
     varlen: VarlenBatch
     blocks: VarlenBlocks | None
-    chunks: FlaChunks | None
+    chunks: FlaChunks | None = None
+    chunked: VarlenBatch | None = None
+    short: VarlenBatch | None = None
     refilled: CapturedVarlen | None = None
 
 
 class FlaLinearBackend(StateBackend):
     """GDN, KDA, Lightning, Mamba2 and short convolutions on CUDA.
+
+    A mixed batch has its decodes first. They run token by token beside the library's chunks, where one token takes as
+    long as 64 and its state is copied twice. A captured extend runs by chunks as a whole.
 
     Captured kernels of decode and verify read the batch's own state slots, and lengths that do not change. Captured
     extends have fixed memory in their plan, which the graph refills from ``new_lens`` and ``state_slots``. ``kernels``
@@ -63,9 +68,14 @@ class FlaLinearBackend(StateBackend):
     def metadata(self, query_lens: Sequence[int], state_slots: Tensor, verified: VerifyInputs | None) -> FlaMetadata:
         varlen = plan_varlen(query_lens, state_slots)
         blocks = split_blocks(query_lens, CHUNK, state_slots.device) if varlen.longest > MAX_RECURRENT_TOKENS else None
-        by_token = blocks is None or verified is not None or self._invariant
-        chunks = None if by_token or blocks is None else FlaChunks.of(query_lens, blocks)
-        return FlaMetadata(verified, varlen, blocks, chunks)
+        if blocks is None or verified is not None or self._invariant:
+            return FlaMetadata(verified, varlen, blocks)
+        lens = [tokens for tokens in query_lens if tokens]
+        first = next(number for number, tokens in enumerate(lens) if tokens > MAX_RECURRENT_TOKENS)
+        short, chunked = varlen.divide(first, sum(lens[:first]))
+        long = lens[first:]
+        chunks = FlaChunks.of(long, split_blocks(long, CHUNK, state_slots.device) if first else blocks)
+        return FlaMetadata(verified, varlen, blocks, chunks, chunked, short if first else None)
 
     def capture(self, geometry: Geometry, memory: Any) -> Plan:
         if geometry.new_lens is not None:
@@ -78,7 +88,8 @@ class FlaLinearBackend(StateBackend):
         short = geometry.rows <= MAX_RECURRENT_TOKENS
         blocks = None if short else varlen.blocks
         chunks = None if short or self._invariant else FlaChunks.captured(varlen)
-        return Plan.of(self.backend_id, geometry, FlaMetadata(None, varlen.batch, blocks, chunks, varlen))
+        metadata = FlaMetadata(None, varlen.batch, blocks, chunks, varlen.batch, refilled=varlen)
+        return Plan.of(self.backend_id, geometry, metadata)
 
     def refill(self, plan: Plan, geometry: Geometry) -> None:
         """Update the lengths and slots of a captured extend. Of other batches, check that they have the state slots'
@@ -124,7 +135,7 @@ class FlaLinearBackend(StateBackend):
         metadata: FlaMetadata = batch.plan_for(self.backend_id, v.shape[0]).metadata
         varlen, verified = metadata.varlen, metadata.verified
         if metadata.chunks is not None:
-            return self._by_chunks(inputs, layer, varlen, metadata.chunks)
+            return self._by_chunks(inputs, layer, metadata, metadata.chunks)
         out = _output(v, varlen, *v.shape[1:])
         states = self.recurrent(layer.layer_id)
         advance_in_place(
@@ -165,13 +176,22 @@ class FlaLinearBackend(StateBackend):
         memory = context.workspace.request(context.name, context.device, COUNTERS, 4 * max(count, 1), lane=lane)
         return memory.buffer.view(torch.int32)
 
-    def _by_chunks(self, inputs: LinearInputs, layer: LayerSpec, varlen: VarlenBatch, chunks: FlaChunks) -> Tensor:
-        states = self.recurrent(layer.layer_id)
-        out, after = self._kernels.chunked(inputs, layer.scale, chunks, take_states(states, varlen))
-        put_states(states, varlen, after)
-        clear_padded(out, varlen)
-        padding = inputs.v.shape[0] - varlen.rows
-        return out if not padding else torch.cat([out, out.new_zeros(padding, *out.shape[1:])])
+    def _by_chunks(self, inputs: LinearInputs, layer: LayerSpec, metadata: FlaMetadata, chunks: FlaChunks) -> Tensor:
+        states, chunked, short = self.recurrent(layer.layer_id), metadata.chunked, metadata.short
+        assert chunked is not None
+        long = inputs if short is None else _from_row(inputs, short.rows)
+        out, after = self._kernels.chunked(long, layer.scale, chunks, take_states(states, chunked))
+        put_states(states, chunked, after)
+        parts = [out]
+        if short is not None:
+            first = out.new_empty(short.rows, *out.shape[1:])
+            advance_in_place(inputs, layer.scale, short, states, out=first, store=True, overlap=self._overlap)
+            parts.insert(0, first)
+        if padding := inputs.v.shape[0] - metadata.varlen.rows:
+            parts.append(out.new_zeros(padding, *out.shape[1:]))
+        out = torch.cat(parts) if len(parts) > 1 else out
+        clear_padded(out, chunked)
+        return out
 
     def commit(self, metadata: FlaMetadata, verified: VerifyInputs, accepted: Tensor) -> None:
         varlen = metadata.varlen.first(accepted)
@@ -188,6 +208,13 @@ def _output(like: Tensor, varlen: VarlenBatch, *shape: int) -> Tensor:
     if varlen.rows < out.shape[0]:
         out[varlen.rows :] = 0
     return out
+
+
+def _from_row(inputs: LinearInputs, first: int) -> LinearInputs:
+    """Return the inputs of rows ``first`` and following."""
+    q, k, v = (tensor[first:] for tensor in (inputs.q, inputs.k, inputs.v))
+    decay = inputs.log_decay if inputs.log_decay.dim() == 1 else inputs.log_decay[first:]  # [heads]: for all tokens
+    return replace(inputs, q=q, k=k, v=v, log_decay=decay, beta=None if inputs.beta is None else inputs.beta[first:])
 
 
 def _clone(inputs: LinearInputs) -> LinearInputs:

@@ -38,6 +38,18 @@ class VarlenBatch:
         tokens = tokens if self.numbers is None else tokens[self.numbers]
         return replace(self, lens=torch.minimum(self.lens, tokens))
 
+    def divide(self, sequences: int, rows: int) -> tuple[VarlenBatch, VarlenBatch]:
+        """Return the first ``sequences``, which have ``rows`` rows, and the others. ``starts`` stay those of the batch.
+
+        Neither has ``numbers``: use the whole batch for tensors by request.
+        """
+        ends = slice(sequences), slice(sequences, None)
+        first, others = (
+            replace(self, starts=self.starts[part], lens=self.lens[part], slots=self.slots[part], numbers=None)
+            for part in ends
+        )
+        return replace(first, rows=rows), replace(others, rows=self.rows - rows)
+
 
 def plan_varlen(query_lens: Sequence[int], state_slots: Tensor) -> VarlenBatch:
     """Plan from new tokens per request, on the host, and ``state_slots`` ``[requests]``, on the device."""
