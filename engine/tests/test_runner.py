@@ -110,11 +110,30 @@ def test_a_step_that_runs_as_mha_is_planned_once_and_marked_for_its_shapes_alone
     assert planned == [batch]
 
 
-@pytest.mark.parametrize(("model", "first"), [("deepseek_v3", 2), ("kimi_linear", 0), ("glm_moe_dsa", 0), ("llama", 0)])
-def test_only_models_whose_layers_are_all_mla_run_decodes_apart(model, first):
-    """C1: linear layers run whole batches, sparse layers read their caches in place, and MHA has one path."""
+@pytest.mark.parametrize(("model", "first"), [("deepseek_v3", 2), ("kimi_linear", 2), ("glm_moe_dsa", 0), ("llama", 0)])
+def test_only_mla_layers_that_read_rows_alone_run_decodes_apart(model, first):
+    """C1: sparse layers read their caches in place, and MHA has one path."""
     engine = Engine(f"tiny:{model}", device="cpu", page_size=4)
     assert engine.runner.attention.decodes_apart([1, 1, 2048], [9, 64, 2048]) == first
+
+
+@pytest.mark.parametrize("model", ["kimi_linear", "ring_linear"])
+def test_linear_layers_run_a_batch_whole_whose_mla_layers_run_decodes_apart(model):
+    """C1, A7: states and cache rows advance as in a batch that runs absorbed, step by step."""
+    prompts = [list(range(3, 3 + length)) for length in (5, 61, 9, 33)]
+    tokens, halves = [], []
+    for policy in (ExtendPolicy(forced=ExtendPath.ABSORBED), ExtendPolicy(split_threshold=0, query_threshold=0)):
+        engine = Engine(f"tiny:{model}", device="cpu", page_size=4, max_batch=4, chunked_prefill_size=16)
+        engine.runner.attention.mla.policy = policy
+        run, seen = engine.runner.model.forward, []
+        engine.runner.model.forward = lambda ids, at, batch, run=run, seen=seen: (
+            seen.append(batch) or run(ids, at, batch)
+        )
+        completions = engine.generate(prompts, SamplingParams(max_tokens=12, temperature=0.0))
+        tokens.append([completion.token_ids for completion in completions])
+        halves.append([len(batch.plan.halves) for batch in seen])
+    assert tokens[0] == tokens[1]
+    assert set(halves[0]) == {0} and set(halves[1]) == {0, 2}
 
 
 @pytest.mark.parametrize("padding", [(0, 3), (2, 0), (2, 3)], ids=["rows", "requests", "both"])

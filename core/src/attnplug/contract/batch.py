@@ -151,8 +151,8 @@ class BatchPlan:
     geometry: Geometry | None = None
     """Planned geometry. For a batch with another one the plan is stale and is refused."""
     halves: tuple[ForwardBatch, ...] = ()
-    """Decoding and extending requests of a mixed batch, in this order, if MLA layers run them apart. Both are planned;
-    ``attention`` has their plans as parts."""
+    """Decoding and extending requests of a mixed batch, in this order, if MLA layers run them apart. Both are planned.
+    ``attention`` has their plans as parts, or is that of linear layers, which run the whole batch."""
     checked: dict[BackendId, tuple[Geometry, bool, int, Plan]] = field(default_factory=dict, repr=False)
     """Successful checks of :meth:`ForwardBatch.plan_for`: geometry, True for a decode, query rows and plan."""
 

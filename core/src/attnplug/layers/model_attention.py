@@ -43,11 +43,9 @@ class ModelAttention:
         """Optional hooks of the backend, each bound once; ``None`` if it has none."""
         self.mla: MLAAttention | None = None
         """MLA layers of the model; ``None`` if it has none."""
-        self._splits = pools.mla is not None and pools.linear is None and not pools.caches  # others run whole batches
         if pools.mla is not None:
             # MLA run as MHA reads latent rows only. Layers with further caches read them in place, absorbed.
-            in_place = bool(pools.caches)
-            self.mla = MLAAttention(backend, pools.mla, policy or ExtendPolicy(), absorbed=in_place)
+            self.mla = MLAAttention(backend, pools.mla, policy or ExtendPolicy(), absorbed=bool(pools.caches))
         for key in pools.caches:
             if key.hook is not None:
                 self._needed(key.hook, f"layers with {key.name}", "choose one that supports them")
@@ -83,7 +81,9 @@ class ModelAttention:
             return batch.plan
         host = batch.geometry.host if path is None and batch.forward_mode is ForwardMode.MIXED else None
         if self.mla and host and (first := self.decodes_apart(host.query_lens, host.kv_lens)):
-            batch.plan = self.mla.plan_apart(batch, first, self.plan)
+            whole = None if self._linear is None else _attention_plan(self.backend, batch)  # linear layers run whole
+            plan = self.mla.plan_apart(batch, first, self.plan)
+            batch.plan = plan if whole is None else replace(plan, attention=whole)
             return batch.plan
         extend = None if self.mla is None else self.mla.plan(batch.geometry, path)
         calls = () if extend is None else tuple(part.call for part in extend.metadata)
@@ -95,7 +95,7 @@ class ModelAttention:
 
     def decodes_apart(self, query_lens: Sequence[int], kv_lens: Sequence[int]) -> int:
         """Return how many requests at the front of a mixed batch run apart; see ``ExtendPolicy.decodes_apart``."""
-        if self.mla is None or not self._splits:
+        if self.mla is None or self.mla.absorbed:
             return 0
         return self.mla.policy.decodes_apart(query_lens, kv_lens, self.backend.claims.mla_extend)
 

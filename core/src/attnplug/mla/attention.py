@@ -111,7 +111,7 @@ class MLAAttention:
     def __init__(
         self, backend: AttentionBackend, pool: MLAPool, policy: ExtendPolicy, *, absorbed: bool = False
     ) -> None:
-        self._backend, self._pool, self.policy, self._absorbed = backend, pool, policy, absorbed
+        self._backend, self._pool, self.policy, self.absorbed = backend, pool, policy, absorbed
         self._id = BackendId(f"mla over {backend.backend_id.name}")
         self.by_slot = {layer_id: pool.by_slot(layer_id) for layer_id in pool.layer_ids}
         """Memory of each layer by slot, for hosts that store new rows themselves; see ``MLAPool.by_slot``."""
@@ -141,7 +141,7 @@ class MLAAttention:
     def captures_mha(self) -> bool:
         """True if extends without prefixes can be captured as MHA, and the policy would run them so."""
         claims, policy = self._backend.claims, self.policy
-        chosen = policy.forced in (None, ExtendPath.CHUNKED) and not policy.disable_ragged and not self._absorbed
+        chosen = policy.forced in (None, ExtendPath.CHUNKED) and not policy.disable_ragged and not self.absorbed
         return chosen and claims.ragged_graphs and ExtendPath.CHUNKED in claims.mla_extend
 
     def capture(self, geometry: Geometry) -> Plan:
@@ -159,7 +159,7 @@ class MLAAttention:
     def path(self, geometry: Geometry, requested: ExtendPath | None = None) -> ExtendPath:
         """Return the path of a batch: the requested one, or the policy's."""
         abilities, mode = self._backend.claims.mla_extend, geometry.mode
-        if self._absorbed:
+        if self.absorbed:
             forced = requested or self.policy.forced
             if forced not in (None, ExtendPath.ABSORBED):
                 raise PlanError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import mul
 
 from attnplug.declare.errors import PlanError, UsageError
 from attnplug.declare.problem import ExtendPath, ForwardMode
@@ -90,4 +89,4 @@ class ExtendPolicy:
 
 def _pairs(query_lens: Sequence[int], kv_lens: Sequence[int]) -> int:
     """Return the number of pairs of a new token and a row it attends to, within half a pair per token."""
-    return sum(map(mul, query_lens, kv_lens)) - sum(map(mul, query_lens, query_lens)) // 2
+    return sum(new * kv - new * new // 2 for new, kv in zip(query_lens, kv_lens, strict=True))
