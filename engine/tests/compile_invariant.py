@@ -26,9 +26,9 @@ def gemm(sm: int, tile: InvariantTile, *, gated: bool, divided: bool) -> Any:
     return ahead.compiled(_invariant_gemm, sm, types, constants, options, ["out_stride", "x_stride", "onto_stride"])
 
 
-def add_parts(sm: int) -> Any:
+def add_parts(sm: int, *, gated: bool) -> Any:
     types = {**dict.fromkeys(("out", "bias", "onto"), "*bf16"), **SCALARS, "sums": "*fp32"}
-    constants = {"PARTS": 4, "BLOCK": 1024, "BIAS": True, "ONTO": True, "EARLY": sm >= 90}
+    constants = {"PARTS": 4, "BLOCK": 1024, "GATED": gated, "BIAS": True, "ONTO": not gated, "EARLY": sm >= 90}
     return ahead.compiled(_add_parts, sm, types, constants, {"launch_pdl": sm >= 90}, ["out_stride", "onto_stride"])
 
 
@@ -39,7 +39,8 @@ def every(sm: int) -> Iterator[tuple[str, Any]]:
     yield "gated", gemm(sm, GATED_TILES[-1], gated=True, divided=False)
     for up, down in (experts._INVARIANT[0][1], experts._INVARIANT_LARGEST):
         yield from compile_experts.tiled(sm, up, down, gated=True)
-    yield "add parts", add_parts(sm)
+    for gated in (False, True):
+        yield "add parts", add_parts(sm, gated=gated)
 
 
 def facts() -> Iterator[dict[str, object]]:

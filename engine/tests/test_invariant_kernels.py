@@ -143,3 +143,94 @@ def test_the_gpu_product(outputs: int, inputs: int, gated: bool, device: str) ->
         assert torch.equal(run(start, stop), whole[start:stop])
     for tile in GATED_TILES if gated else TILES:
         assert torch.equal(run(3, 20, tile), whole[3:20])
+
+
+@pytest.fixture
+def blocks_of_32(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Let the library multiply 32 rows at once; return what it multiplied. On a CPU it is torch in float32."""
+    from attnplug_engine.kernels import invariant_gemm
+
+    multiplied: list[Tensor] = []
+    multiply = invariant_gemm._multiply
+
+    def by_torch(x: Tensor, weight: Tensor, out: Tensor) -> None:
+        multiplied.append(x)
+        if x.is_cuda:
+            multiply(x, weight, out)
+        else:
+            torch.mm(x.float(), weight.float().t(), out=out)
+
+    monkeypatch.setattr(invariant_gemm, "LIBRARY_ROWS", 32)
+    monkeypatch.setattr(invariant_gemm, "_multiply", by_torch)
+    monkeypatch.setattr(invariant_gemm, "_agreeing", {})
+    return multiplied
+
+
+@pytest.mark.parametrize("device", BY_KERNEL)
+@pytest.mark.parametrize(("outputs", "inputs", "gated"), [(48, 1200, False), (80, 96, True)])
+def test_blocks_of_the_library(outputs, inputs, gated, device, blocks_of_32, monkeypatch) -> None:
+    """E3: with bias and residual, in parts and gated. The interpreter adds whole numbers, as above."""
+    from attnplug_engine.kernels import invariant_gemm
+
+    if device == "cpu":
+        monkeypatch.setattr(invariant_gemm, "_agrees", lambda *_, gated: True)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    x, weight = (random(*size, device=device, dtype=dtype).round() for size in ((75, inputs), (outputs, inputs)))
+    bias = random(outputs, device=device, dtype=dtype, seed=4)
+    onto = None if gated else random(75, outputs, device=device, dtype=dtype, seed=3)
+    wider = torch.cat([x, torch.full_like(x, torch.nan)], 1)[:, :inputs]
+
+    def run(rows: Tensor, start: int, stop: int) -> Tensor:
+        added = None if onto is None else onto[start:stop]
+        return invariant_gemm.invariant_gemm(rows[start:stop], weight, bias=bias, gated=gated, onto=added)
+
+    whole = run(wider, 0, 75)
+    assert device == "cuda" or [one.shape[0] for one in blocks_of_32] == [32] * 2 * (1 if gated else 2)
+    for start, stop in ((0, 31), (32, 63), (60, 75)):
+        assert torch.equal(run(x, start, stop), whole[start:stop])
+    assert torch.equal(run(x, 11, 75), whole[11:]) and torch.equal(run(x, 0, 64), whole[:64])
+
+
+@pytest.mark.parametrize("device", BY_KERNEL)
+def test_a_library_that_sums_in_another_order_is_not_used(device, blocks_of_32, monkeypatch) -> None:
+    """E3: compared once per shape, and never during a capture."""
+    from attnplug_engine.kernels import invariant_gemm
+
+    multiply = invariant_gemm._multiply
+
+    def in_halves(x: Tensor, weight: Tensor, out: Tensor) -> None:
+        half = x.shape[1] // 2
+        multiply(x[:, half:].contiguous(), weight[:, half:].contiguous(), out)
+        second = torch.empty_like(out)
+        multiply(x[:, :half].contiguous(), weight[:, :half].contiguous(), second)
+        out += second
+
+    monkeypatch.setattr(invariant_gemm, "_multiply", in_halves)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    x, weight = random(64, 520, device=device, dtype=dtype), random(512, 520, device=device, dtype=dtype, seed=1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    if device == "cuda":
+        invariant_gemm.invariant_gemm(x, weight)
+        assert not invariant_gemm._agreeing and not blocks_of_32
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    whole = invariant_gemm.invariant_gemm(x, weight)
+    assert list(invariant_gemm._agreeing.values()) == [False] and len(blocks_of_32) == 2
+    for start in (0, 16, 48):
+        assert torch.equal(invariant_gemm.invariant_gemm(x[start : start + 16], weight), whole[start : start + 16])
+    invariant_gemm.invariant_gemm(x, weight)
+    assert len(blocks_of_32) == 2
+
+
+@pytest.mark.parametrize("device", [DEVICES[1]])
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "gated"), [(2048, 2048, False), (2048, 8192, False), (16384, 2048, True)]
+)
+def test_rows_of_a_long_prefill(outputs, inputs, gated, device) -> None:
+    """E3: cuBLAS multiplies its blocks, if it agrees on this GPU; rows have the bits that they have alone."""
+    from attnplug_engine.kernels.invariant_gemm import LIBRARY_ROWS, invariant_gemm
+
+    x = random(LIBRARY_ROWS + 300, inputs, device=device, dtype=torch.bfloat16)
+    weight = random(outputs, inputs, device=device, dtype=torch.bfloat16, seed=1)
+    whole = invariant_gemm(x, weight, gated=gated)
+    for start, stop in ((0, 1), (1000, 1064), (LIBRARY_ROWS - 100, LIBRARY_ROWS + 200), (300, LIBRARY_ROWS + 300)):
+        assert torch.equal(invariant_gemm(x[start:stop], weight, gated=gated), whole[start:stop])

@@ -9,6 +9,10 @@ end. Here they depend on the shape of the matrix only.
 - The summed dimension is divided into parts, few or none for a large matrix. Each part is summed in steps of 16, and
   the parts are added in order. With few rows each part has a program of its own, so that a small matrix keeps all
   multiprocessors busy; with many rows one program sums all parts.
+
+cuBLAS multiplies thousands of rows faster, and its kernels also sum in steps of 16, but it chooses them by the number
+of rows. So it multiplies blocks of a constant number of rows, if it gives them the same bits as this kernel. That is
+compared once for each shape of a matrix, when it is first used, on random numbers.
 """
 
 from __future__ import annotations
@@ -32,6 +36,10 @@ _DIVIDED = 64
 """Most rows for which each part has a program of its own."""
 _GROUP = 8
 """Row tiles whose programs run together, so that they share the matrix in the L2 cache."""
+LIBRARY_ROWS = 2048
+"""Rows that cuBLAS multiplies at once."""
+_agreeing: dict[tuple[object, ...], bool] = {}
+"""True if cuBLAS gives rows the bits of this kernel, by shape of the matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,24 +142,33 @@ def _invariant_gemm(
 @triton.jit(do_not_specialize=["rows", "columns"])
 def _add_parts(
     out, sums, bias, onto, rows, columns, out_stride, onto_stride,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, ONTO: tl.constexpr, EARLY: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, ONTO: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts of ``sums [PARTS, rows, columns]`` in order, then finish as one program does."""
+    """Add the parts of ``sums`` in order, then finish as one program does.
+
+    ``sums`` are ``[PARTS, rows, columns]``, or ``[1, rows, 2 * columns]`` if ``GATED``.
+    """
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(1)
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = number < columns
-    total = tl.load(sums + row.to(tl.int64) * columns + number, mask=exists, other=0.0)
+    width = 2 * columns if GATED else columns
+    first = sums + row.to(tl.int64) * width + number
+    total = tl.load(first, mask=exists, other=0.0)
+    total_up = total
+    if GATED:
+        total_up = tl.load(first + columns, mask=exists, other=0.0)
     for part in tl.static_range(1, PARTS):
-        total += tl.load(sums + (part * rows + row).to(tl.int64) * columns + number, mask=exists, other=0.0)
+        total += tl.load(first + (part * rows).to(tl.int64) * width, mask=exists, other=0.0)
     out += row.to(tl.int64) * out_stride
     onto += row.to(tl.int64) * onto_stride
     total = total[:, None]
     finish(
-        total, total, total, out, bias, onto, number, tl.arange(0, 1), 1, columns, out_stride, onto_stride, 0.0,
-        1, False, False, BIAS, ONTO,
+        total, total_up[:, None], total, out, bias, onto, number, tl.arange(0, 1), 1, columns,
+        out_stride, onto_stride, 0.0, 1, GATED, False, BIAS, ONTO,
     )  # fmt: skip
 
 
@@ -175,22 +192,41 @@ def invariant_gemm(
     weight = weight if weight.is_contiguous() else weight.contiguous()
     if onto is not None and onto.stride(1) != 1:
         onto = onto.contiguous()
-    rows, inputs = x.shape
+    rows = x.shape[0]
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     out = torch.empty(rows, outputs, dtype=dtype or x.dtype, device=x.device)
-    if not rows:
-        return out
-    tile = tile or _tile(rows, x, gated=gated)
+    done = 0
+    if rows >= LIBRARY_ROWS and tile is None and _agrees(x, weight, out.dtype, gated=gated):
+        x, done = x.contiguous(), rows - rows % LIBRARY_ROWS
+        for first in range(0, done, LIBRARY_ROWS):
+            block = slice(first, first + LIBRARY_ROWS)
+            _by_library(x[block], weight, bias, None if onto is None else onto[block], out[block], gated=gated)
+    if done < rows:
+        added = None if onto is None else onto[done:]
+        tile = tile or _tile(rows - done, x, gated=gated)
+        _by_kernel(x[done:], weight, bias, added, out[done:], tile, gated=gated)
+    return out
+
+
+def _by_kernel(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    onto: Tensor | None,
+    out: Tensor,
+    tile: InvariantTile,
+    *,
+    gated: bool,
+) -> None:
+    (rows, inputs), outputs = x.shape, out.shape[1]
     count, size = parts(outputs, inputs, gated=gated)
     divided = count > 1 and rows <= _DIVIDED
     sums = torch.empty(count, rows, outputs, dtype=torch.float32, device=x.device) if divided else out
     stage = ((2 if gated else 1) * tile.columns + tile.rows) * tile.depth * x.element_size()
-    added = x if onto is None else onto, 0 if onto is None else onto.stride(0)
-    terms = {"BIAS": bias is not None, "ONTO": onto is not None}
     programs = triton.cdiv(outputs, tile.columns) * triton.cdiv(rows, tile.rows)
     _invariant_gemm[programs, count if divided else 1](
-        sums, x, weight, x if bias is None else bias, added[0], rows, outputs,
-        outputs if divided else out.stride(0), x.stride(0), added[1],
+        sums, x, weight, x if bias is None else bias, x if onto is None else onto, rows, outputs,
+        outputs if divided else out.stride(0), x.stride(0), 0 if onto is None else onto.stride(0),
         K=inputs,
         PARTS=count,
         PART=size,
@@ -201,17 +237,69 @@ def invariant_gemm(
         BLOCK_K=tile.depth,
         STAGES=max(min(tile.stages, (shared_memory(x.device) - 2048) // stage), 1),
         GATED=gated,
+        BIAS=bias is not None,
+        ONTO=onto is not None,
         num_warps=tile.warps,
-        **terms,
         **launch_options(x.device),
     )  # fmt: skip
     if divided:
-        block = min(triton.next_power_of_2(outputs), 1024)
-        _add_parts[triton.cdiv(outputs, block), rows](
-            out, sums, x if bias is None else bias, added[0], rows, outputs, out.stride(0), added[1],
-            PARTS=count, BLOCK=block, **terms, **launch_options(x.device),
-        )  # fmt: skip
-    return out
+        _finish_sums(sums, bias, onto, out, gated=False)
+
+
+def _by_library(
+    x: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor | None, out: Tensor, *, gated: bool
+) -> None:
+    """Multiply by cuBLAS, each part of the summed dimension by itself."""
+    (rows, inputs), outputs = x.shape, out.shape[1]
+    count, size = parts(outputs, inputs, gated=gated)
+    sums = torch.empty(count, rows, weight.shape[0], dtype=torch.float32, device=x.device)
+    for part in range(count):
+        columns = slice(part * size, (part + 1) * size)
+        _multiply(x[:, columns], weight[:, columns], sums[part])
+    _finish_sums(sums, bias, onto, out, gated=gated)
+
+
+def _multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    torch.mm(x, weight.t(), torch.float32, out=out)
+
+
+def _finish_sums(sums: Tensor, bias: Tensor | None, onto: Tensor | None, out: Tensor, *, gated: bool) -> None:
+    rows, outputs = out.shape
+    block = min(triton.next_power_of_2(outputs), 1024)
+    _add_parts[triton.cdiv(outputs, block), rows](
+        out, sums, out if bias is None else bias, out if onto is None else onto, rows, outputs, out.stride(0),
+        0 if onto is None else onto.stride(0),
+        PARTS=sums.shape[0],
+        BLOCK=block,
+        GATED=gated,
+        BIAS=bias is not None,
+        ONTO=onto is not None,
+        **launch_options(out.device),
+    )  # fmt: skip
+
+
+def _agrees(x: Tensor, weight: Tensor, dtype: torch.dtype, *, gated: bool) -> bool:
+    """Return True if cuBLAS gives ``LIBRARY_ROWS`` rows the bits of this kernel.
+
+    Not compared during a capture, which is preceded by a warm-up. Sums in another order differ in a few of 10,000
+    elements after rounding to bfloat16, so millions of random elements show it.
+    """
+    if x.dtype is torch.float32 or not one_instruction(x.device):
+        return False
+    key = (weight.shape, x.dtype, dtype, gated, x.device)
+    if key not in _agreeing:
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+        seed = torch.Generator(x.device).manual_seed(0)
+        rows, matrix = (
+            torch.randn(count, x.shape[1], device=x.device, generator=seed).to(x.dtype)
+            for count in (LIBRARY_ROWS, weight.shape[0])
+        )
+        own, found = torch.empty(2, LIBRARY_ROWS, weight.shape[0] >> gated, dtype=dtype, device=x.device).unbind()
+        _by_kernel(rows, matrix, None, None, own, _tile(LIBRARY_ROWS, x, gated=gated), gated=gated)
+        _by_library(rows, matrix, None, None, found, gated=gated)
+        _agreeing[key] = torch.equal(own, found)
+    return _agreeing[key]
 
 
 def _tile(rows: int, x: Tensor, *, gated: bool) -> InvariantTile:
