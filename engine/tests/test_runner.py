@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -134,6 +135,17 @@ def test_linear_layers_run_a_batch_whole_whose_mla_layers_run_decodes_apart(mode
         halves.append([len(batch.plan.halves) for batch in seen])
     assert tokens[0] == tokens[1]
     assert set(halves[0]) == {0} and set(halves[1]) == {0, 2}
+
+
+def test_linear_layers_of_a_mixed_batch_are_planned_with_its_calls(monkeypatch):
+    """C1: a backend that extends as MHA alone has nothing to plan for a batch without ragged calls."""
+    engine = Engine("tiny:kimi_linear", device="cpu", page_size=4, max_batch=4, chunked_prefill_size=16)
+    planned, backend = count_plans(engine), engine.runner.backend
+    as_mha = frozenset({ExtendPath.ONE_SHOT, ExtendPath.CHUNKED})
+    monkeypatch.setattr(backend, "claims", replace(backend.claims, mla_extend=as_mha))
+    engine.generate([[*range(3, 3 + length)] for length in (5, 61, 9)], SamplingParams(max_tokens=8))
+    assert {batch.forward_mode for batch in planned} == {ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DECODE}
+    assert all(batch.geometry.calls for batch in planned if not batch.forward_mode.is_decode)
 
 
 @pytest.mark.parametrize("padding", [(0, 3), (2, 0), (2, 3)], ids=["rows", "requests", "both"])

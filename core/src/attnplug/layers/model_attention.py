@@ -80,17 +80,18 @@ class ModelAttention:
         if not batch.needs_forward_metadata_init():
             return batch.plan
         host = batch.geometry.host if path is None and batch.forward_mode is ForwardMode.MIXED else None
-        if self.mla and host and (first := self.decodes_apart(host.query_lens, host.kv_lens)):
-            whole = None if self._linear is None else _attention_plan(self.backend, batch)  # linear layers run whole
-            plan = self.mla.plan_apart(batch, first, self.plan)
-            batch.plan = plan if whole is None else replace(plan, attention=whole)
+        first = self.decodes_apart(host.query_lens, host.kv_lens) if self.mla and host else 0
+        if self.mla and first and self._linear is None:
+            batch.plan = self.mla.plan_apart(batch, first, self.plan)
             return batch.plan
         extend = None if self.mla is None else self.mla.plan(batch.geometry, path)
         calls = () if extend is None else tuple(part.call for part in extend.metadata)
         if calls or batch.geometry.calls:
             batch.geometry = replace(batch.geometry, calls=calls)  # the backend plans what it will run
         chunks = None if extend is None or self.mla is None else self.mla.plan_chunks(batch)
-        batch.plan = BatchPlan(_attention_plan(self.backend, batch), extend, chunks, batch.geometry)
+        batch.plan = whole = BatchPlan(_attention_plan(self.backend, batch), extend, chunks, batch.geometry)
+        if self.mla and first:  # linear layers run the whole batch
+            batch.plan = replace(self.mla.plan_apart(batch, first, self.plan), attention=whole.attention)
         return batch.plan
 
     def decodes_apart(self, query_lens: Sequence[int], kv_lens: Sequence[int]) -> int:
