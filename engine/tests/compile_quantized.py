@@ -103,7 +103,8 @@ def split(sm: int, config: SplitConfig, rows: int, *, codes: bool, norm: bool) -
     made = {
         "K": 8192, "PART": 8192 // config.parts, "PARTS": config.parts, "GROUP": 128, "ROWS_PER_SCALE": 128,
         "CODES": codes, "ROWS": rows, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "STAGES": config.stages,
-        "LINES": config.lines, "NORM": norm, "BIAS": False, "ONTO": True, "EARLY": sm >= 90,
+        "LINES": config.prefetched(8192, 1 if codes else 2), "NORM": norm, "BIAS": False, "ONTO": True,
+        "EARLY": sm >= 90,
     }  # fmt: skip
     types = HALF | {"x": "*bf16", "weight": "*fp8e4nv" if codes else "*bf16", "scales": "*fp32", "gain": "*bf16"}
     types |= {"eps": "fp32", "sums": "*fp32", "counters": "*i32"}

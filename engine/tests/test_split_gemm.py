@@ -94,12 +94,25 @@ def test_a_divided_product_is_float64s(kind, rows, outputs, width, parts, fused,
     if "onto" in fused:
         options["onto"], wanted = onto, wanted + onto.double()
     module = kernels()
-    config = module.SplitConfig(64, 64 if kind == "plain" else 128, parts, 4, 3, lines=2)
+    config = module.SplitConfig(64, 64 if kind == "plain" else 128, parts, 4, 3, prefetch=2)
     counters = module.arrival_counters(outputs, x.device)
     found = module.split_gemm(x, weight, config, counters, **own, **options)
     assert error(found, wanted) <= BOUND * (2 if device == "cpu" else 1)
     assert not counters.any()
     assert torch.equal(module.split_gemm(x, weight, config, counters, **own, **options), found)
+
+
+@pytest.mark.parametrize("columns", [128, 1408, 1536, 2048, 2880, 8192])
+@pytest.mark.parametrize("element", [1, 2])
+@pytest.mark.parametrize("parts", [1, 4, 8, 16])
+def test_the_last_program_prefetches_nothing_behind_its_matrix(columns, element, parts):
+    """Not even if its part is shorter than others. An odd number of lines is rounded down to a power of two."""
+    module = kernels()
+    divided, size = module.divided(columns, parts, 128)
+    for most in (0, 2, 16, 32):
+        lines = module.SplitConfig(64, 128, parts, 4, 4, most).prefetched(columns, element)
+        room = (columns - (divided - 1) * size) * element // 128
+        assert lines <= min(room, most) < max(2 * lines, 1) and lines.bit_count() <= 1
 
 
 @on_every_device

@@ -35,8 +35,8 @@ class SplitConfig:
     """Tile sizes and launch parameters: matrix rows of a block, columns of a tile (128 of codes), parts of the columns,
     warps, and tiles that are copied ahead.
 
-    ``lines`` is the number of cache lines of each matrix row that a program prefetches before it waits for its input: a
-    power of two, or 0.
+    ``prefetch`` is the maximum number of cache lines (128 bytes) of each matrix row that a program prefetches before it
+    waits for its input.
     """
 
     block_n: int
@@ -44,7 +44,14 @@ class SplitConfig:
     parts: int
     warps: int
     stages: int
-    lines: int = 0
+    prefetch: int = 0
+
+    def prefetched(self, columns: int, element: int) -> int:
+        """Return the number of cache lines, a power of two or 0, that all parts of ``columns`` columns have."""
+        parts, size = divided(columns, self.parts, self.block_k)
+        smallest = (columns - (parts - 1) * size) * element // 128  # the last part
+        lines = min(self.prefetch, smallest)
+        return 1 << lines.bit_length() - 1 if lines else 0
 
     def stage_bytes(self, rows: int, element: int) -> int:
         """Return the shared memory of one stage, with matrix elements of ``element`` bytes."""
@@ -56,17 +63,17 @@ Table = tuple[tuple[int, int, int, SplitConfig | None], ...]
 """Entries: maximum rows of the input, of the matrix, and of its columns, and a configuration; None for another kernel.
 The first match applies. Measured with 16 and 64 rows on an H200 (``benchmarks/split_products_h200.py``)."""
 PLAIN: Table = (
-    (16, 2304, 2048, SplitConfig(64, 128, 4, 4, 6, lines=32)),
+    (16, 2304, 2048, SplitConfig(64, 128, 4, 4, 6, prefetch=32)),
     (16, 2304, 8192, SplitConfig(64, 128, 4, 4, 6)),
     (64, 2304, 8192, SplitConfig(64, 128, 4, 4, 4)),
 )
 """Configurations for 16-bit elements."""
 CODES: Table = (
     (16, 2304, 2048, None),
-    (16, 4096, 2048, SplitConfig(64, 128, 4, 8, 4, lines=16)),
-    (16, 2304, 8192, SplitConfig(64, 128, 16, 4, 3, lines=16)),
-    (64, 2304, 2048, SplitConfig(64, 128, 4, 4, 4, lines=16)),
-    (64, 4096, 2048, SplitConfig(128, 128, 4, 8, 4, lines=16)),
+    (16, 4096, 2048, SplitConfig(64, 128, 4, 8, 4, prefetch=16)),
+    (16, 2304, 8192, SplitConfig(64, 128, 16, 4, 3, prefetch=16)),
+    (64, 2304, 2048, SplitConfig(64, 128, 4, 4, 4, prefetch=16)),
+    (64, 4096, 2048, SplitConfig(128, 128, 4, 8, 4, prefetch=16)),
     (64, 2304, 8192, SplitConfig(64, 128, 8, 4, 4)),
 )
 """Configurations for fp8 codes."""
@@ -123,8 +130,7 @@ def _split_gemm(
     line = tl.minimum(number, columns - 1)  # rows behind the last repeat it and are not stored
     matrix = weight + line.to(tl.int64)[:, None] * K + begin
     if EARLY and LINES > 0:
-        SIZE: tl.constexpr = 1 if CODES else 2
-        prefetch(weight + begin, line, K * SIZE, min(LINES, triton.next_power_of_2(PART * SIZE // 128)))
+        prefetch(weight + begin, line, K * (1 if CODES else 2), LINES)
     factors = scales + first // ROWS_PER_SCALE * WIDTH
     if CODES and WIDTH > 1:
         factor = tl.load(factors + tl.minimum(begin // GROUP, WIDTH - 1))
@@ -236,7 +242,7 @@ def split_gemm(
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         STAGES=max(min(config.stages, (shared_memory(x.device) - 4096) // stage), 2),
-        LINES=config.lines,
+        LINES=config.prefetched(width, weight.element_size()),
         NORM=norm is not None,
         BIAS=bias is not None,
         ONTO=onto is not None,
