@@ -53,10 +53,12 @@ class SplitConfig:
         lines = min(self.prefetch, smallest)
         return 1 << lines.bit_length() - 1 if lines else 0
 
-    def stage_bytes(self, rows: int, element: int) -> int:
-        """Return the shared memory of one stage, with matrix elements of ``element`` bytes."""
+    def fitting_stages(self, rows: int, element: int, room: int) -> int:
+        """Return the number of stages for which ``room`` bytes of shared memory are enough, at least 2. Matrix elements
+        have ``element`` bytes."""
         padded: int = max(triton.next_power_of_2(rows), 16)
-        return self.block_k * (element * self.block_n + 2 * padded)
+        stage = self.block_k * (element * self.block_n + 2 * padded)
+        return max(min(self.stages, (room - 4096) // stage), 2)
 
 
 Table = tuple[tuple[int, int, int, SplitConfig | None], ...]
@@ -221,7 +223,6 @@ def split_gemm(
     onto = onto if onto is None or onto.stride(1) == 1 else onto.contiguous()
     gain, eps = (x, 0.0) if norm is None else norm
     parts, size = divided(width, config.parts, config.block_k)
-    stage = config.stage_bytes(rows, weight.element_size())
     padded, blocks = max(triton.next_power_of_2(rows), 16), triton.cdiv(outputs, config.block_n)
     sums = scratch(blocks * parts, config.block_n, padded, x) if parts > 1 else x
     _split_gemm[(blocks * parts,)](
@@ -241,7 +242,7 @@ def split_gemm(
         ROWS=padded,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
-        STAGES=max(min(config.stages, (shared_memory(x.device) - 4096) // stage), 2),
+        STAGES=config.fitting_stages(rows, weight.element_size(), shared_memory(x.device)),
         LINES=config.prefetched(width, weight.element_size()),
         NORM=norm is not None,
         BIAS=bias is not None,
