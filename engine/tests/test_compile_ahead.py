@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections import Counter
 from importlib.util import find_spec
@@ -123,6 +124,20 @@ def test_prefills_whose_graphs_a_start_up_drops_are_recorded(tmp_path):
     settings = {"attention_backend": "triton_mha", "num_pages": 64, "context_length": 256}
     captured = recorded(tmp_path, "llama", **settings)
     assert recorded(tmp_path, "llama", disable_prefill_cuda_graph=True, **settings) <= captured
+
+
+def test_fake_tensors_have_addresses_within_their_memory():
+    """E1: Triton has a variant of a kernel for addresses at multiples of 16. In a process of its own, because a fake
+    GPU stays."""
+    script = """if True:
+        import torch
+        from attnplug_engine.execution.compile_ahead import GPU
+        from attnplug_engine.recording.fake_gpu import fake_gpu
+        with fake_gpu(GPU({"name": "NVIDIA H200", "major": 9, "minor": 0}, 140 << 30, ("cuda", 90, 32))):
+            rows = torch.empty(4, 64, dtype=torch.bfloat16, device="cuda")
+            print([tensor.data_ptr() for tensor in (rows, rows[1:], rows[:, 3:], rows[2, 8:])])"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [0, 128, 6, 272]
 
 
 @needs_triton
