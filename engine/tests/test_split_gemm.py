@@ -126,6 +126,17 @@ def test_one_scale_per_matrix_row(device, poisoned):
     assert error(found, x.double() @ exact.T) <= BOUND * 2
 
 
+@on_every_device
+def test_input_and_residual_may_have_any_strides(device):
+    torch.manual_seed(0)
+    weight, _, exact = drawn("plain", 64, 256, device)
+    x, onto = (torch.randn(9, 2 * width).to(device, HALF[device])[:, ::2] for width in (256, 64))
+    module = kernels()
+    config = module.SplitConfig(64, 128, 2, 4, 3)
+    found = module.split_gemm(x, weight, config, module.arrival_counters(64, x.device), onto=onto)
+    assert error(found, x.double() @ exact.T + onto.double()) <= BOUND * 2
+
+
 @pytest.mark.parametrize("kind", ["plain", "codes"])
 @on_every_device
 def test_a_row_does_not_depend_on_the_others(kind, device):
@@ -196,6 +207,24 @@ def test_a_model_divides_products_of_nine_rows(device, monkeypatch):
         found = layer(x, norm=norm)
         wanted = F.rms_norm(x.double(), (4096,), gain.double(), 1e-5) @ matrix.T
         assert error(found, wanted) <= 8e-3 and used == [1] * (matrix is decoded)
+
+
+@on_every_device
+def test_batch_invariant_arithmetic_divides_no_product(device, monkeypatch):
+    """E3: whether a product is divided depends on the number of rows."""
+    from attnplug_engine import kernels as usable
+    from attnplug_engine.kernels.invariant import arithmetic
+    from attnplug_engine.models.layers import Linear
+
+    monkeypatch.setattr(usable, "usable", lambda _: True)
+    torch.manual_seed(0)
+    module = kernels()
+    weight, x = drawn("plain", 128, 4096, device)[0], torch.randn(9, 4096).to(device, HALF[device])
+    layer = Linear(weight)
+    assert module.choose_split(x, weight)
+    monkeypatch.setattr(module, "split_gemm", None)
+    with arithmetic(True):
+        assert torch.equal(layer(x)[:1], layer(x[:1]))
 
 
 @pytest.mark.parametrize("device", [DEVICES[1]])
