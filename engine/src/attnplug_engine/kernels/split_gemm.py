@@ -62,8 +62,9 @@ class SplitConfig:
 
 
 Table = tuple[tuple[int, int, int, SplitConfig | None], ...]
-"""Entries: maximum rows of the input, of the matrix, and of its columns, and a configuration; None for another kernel.
-The first match applies. Measured with 16 and 64 rows on an H200 (``benchmarks/split_products_h200.py``)."""
+"""Entries: maximum number of rows of the input, of the matrix, and of its columns; then a configuration, or None if
+another kernel is faster. The first match applies. Measured with 16 and 64 rows on an H200
+(``benchmarks/split_products_h200.py``)."""
 PLAIN: Table = (
     (16, 2304, 2048, SplitConfig(64, 128, 4, 4, 6, prefetch=32)),
     (16, 2304, 8192, SplitConfig(64, 128, 4, 4, 6)),
@@ -181,7 +182,8 @@ def _split_gemm(
 def arrival_counters(outputs: int, device: torch.device) -> Tensor:
     """Return zeroed arrival counters of a matrix with ``outputs`` rows.
 
-    A call leaves them zero. Each matrix has its own: only calls with the same matrix must not run at the same time.
+    A call leaves them zero. Calls with the same counters must not run at the same time, so each matrix has its own.
+    Calls of one stream run one after another. In two-batch overlap, a layer's second half waits for its first one.
     """
     return torch.zeros(triton.cdiv(outputs, LEAST_BLOCK), dtype=torch.int32, device=device)
 
