@@ -84,6 +84,17 @@ def test_a_start_up_reads_and_writes_a_coded_cache(tmp_path):
 
 @pytest.mark.long
 @needs_triton
+def test_a_quantized_checkpoint_is_recorded(tmp_path):
+    """E1, E5: scales are checked while weights are loaded, and a fake GPU has no values."""
+    scheme = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    config = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config |= {"quantization_config": scheme}
+    found = recorded(tmp_path, "llama", config=config, attention_backend="triton_mha", num_pages=64)
+    assert {"_skinny_fp8_gemm", "_split_gemm", "_quantized_gemm"} <= found.keys()
+
+
+@pytest.mark.long
+@needs_triton
 def test_batch_invariant_arithmetic_is_recorded(tmp_path):
     """E1: operators that are replaced inside torch's dispatcher."""
     found = recorded(tmp_path, "llama", attention_backend="triton_mha", num_pages=64, batch_invariant=True)
