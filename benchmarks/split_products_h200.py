@@ -77,7 +77,7 @@ class Case:
         found: list[Config] = [None]
         if self.kind == "plain":
             found += [SplitConfig(64, 128, parts, 4, stages) for parts in (some, few, many)]
-            found += [SplitConfig(64, 128, some, 4, stages, lines=32)]
+            found += [SplitConfig(64, 128, some, 4, stages, prefetch=32)]
             if full:
                 found += [SplitConfig(64, 128, many, 4, 3), SplitConfig(64, 64, some, 4, 8)]
                 found += [SplitConfig(128, 128, some, 8, 4), SplitConfig(32, 128, few, 2, stages)]
@@ -95,8 +95,8 @@ class Case:
 def name(config: Config) -> str:
     if config is None:
         return "present"
-    block_n, block_k, parts, warps, stages, lines = astuple(config)
-    return f"({block_n}, {block_k}, parts={parts}, {warps}, {stages}, lines={lines})"
+    block_n, block_k, parts, warps, stages, prefetch = astuple(config)
+    return f"({block_n}, {block_k}, parts={parts}, {warps}, {stages}, prefetch={prefetch})"
 
 
 @dataclass(slots=True)

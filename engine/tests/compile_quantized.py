@@ -100,10 +100,12 @@ def tiled(sm: int, config: GemmConfig, width: int, *, norm: bool) -> Any:
 
 
 def split(sm: int, config: SplitConfig, rows: int, *, codes: bool, norm: bool) -> Any:
+    element = 1 if codes else 2
     made = {
         "K": 8192, "PART": 8192 // config.parts, "PARTS": config.parts, "GROUP": 128, "ROWS_PER_SCALE": 128,
-        "CODES": codes, "ROWS": rows, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "STAGES": config.stages,
-        "LINES": config.lines, "NORM": norm, "BIAS": False, "ONTO": True, "EARLY": sm >= 90,
+        "CODES": codes, "ROWS": rows, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
+        "STAGES": config.fitting_stages(rows, element, SHARED[sm] << 10), "LINES": config.prefetched(8192, element),
+        "NORM": norm, "BIAS": False, "ONTO": True, "EARLY": sm >= 90,
     }  # fmt: skip
     types = HALF | {"x": "*bf16", "weight": "*fp8e4nv" if codes else "*bf16", "scales": "*fp32", "gain": "*bf16"}
     types |= {"eps": "fp32", "sums": "*fp32", "counters": "*i32"}
@@ -125,7 +127,8 @@ def every_kernel(sm: int) -> Iterator[tuple[str, Any]]:
         yield "fp8", product(sm, "fp8", CONFIGS["fp8"][0][-1])
         yield "mxfp4", product(sm, "mxfp4", CONFIGS["mxfp4"][1][-1])
         yield "tiled", tiled(sm, CONFIG, 2048, norm=True)
-        yield "split, normed", split(sm, SplitConfig(64, 128, 4, 4, 4), 16, codes=False, norm=True)
+    if sm in (80, 120):
+        yield "split", split(sm, PLAIN[-1][-1], 64, codes=False, norm=False)
     if sm != 90:
         return
     for rows, width, gated in ((1, 2048, True), (1, 2048, False), (1, 8192, False), (2, 8192, False), (1, 7168, True)):
@@ -135,6 +138,7 @@ def every_kernel(sm: int) -> Iterator[tuple[str, Any]]:
         for most, _, _, config in table:
             if config is not None:
                 yield "split", split(sm, config, most, codes=table is CODES, norm=False)
+    yield "split, normed", split(sm, next(config for *_, config in CODES if config), 16, codes=True, norm=True)
     for *_, config in CONFIGS["scaled"][:-1]:
         yield named(config), product(sm, "scaled", config)
     for *_, config in (*CONFIGS["scaled"][:2], *CONFIGS["scaled"][-2:]):
@@ -152,19 +156,29 @@ def every_kernel(sm: int) -> Iterator[tuple[str, Any]]:
 
 
 STORES, LOADS = re.compile(r"st\.shared"), re.compile(r"ld\.global\S*\.v4")
+WRITES = re.compile(r"(?:st|atom)\.global")
+_REST = r"(?:(?!(?:st|ld)\.global).)*"
+ARRIVAL = re.compile(
+    rf"st\.global{_REST}bar\.sync{_REST}atom\.global\.gpu\.acq_rel\.add{_REST}bar\.sync{_REST}ld\.global\.cg", re.S
+)
+"""The last partial sum that a program stores, its arrival, and the first that the last program reads, with barriers of
+the program's threads between them."""
 
 
 def facts() -> Iterator[dict[str, object]]:
     """SM, kernel, bytes of shared memory, spilled bytes; True if tensor cores take fp8; stores to shared memory in its
-    loop; loads of 16 bytes before it waits for its input."""
+    loop; loads of 16 bytes before it waits for its input; True if it adds partial sums in the order of
+    ``ARRIVAL`` and writes nothing before it waits."""
     for sm in (80, 89, 90, 100, 120):
         for name, made in every_kernel(sm):
             text = made.asm["ptx"]
+            early = text.rpartition("griddepcontrol.wait")[0]
             loop = text.split("cp.async.wait_group", 2)[1].split("bra", 1)[0] if "cp.async.wait_group" in text else ""
             yield {
                 "sm": sm, "kernel": name, "shared": int(made.metadata.shared), "spilled": ahead.resources(made)[1],
                 "fp8": "e4m3.e4m3" in text or "kind::f8f6f4" in text, "stores": len(STORES.findall(loop)),
-                "loaded_early": len(LOADS.findall(text.partition("griddepcontrol.wait")[0])) if sm >= 90 else 0,
+                "loaded_early": len(LOADS.findall(early)),
+                "arrives": ARRIVAL.search(text) is not None and not WRITES.search(early),
             }  # fmt: skip
 
 

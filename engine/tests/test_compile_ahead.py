@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections import Counter
 from importlib.util import find_spec
@@ -83,6 +84,17 @@ def test_a_start_up_reads_and_writes_a_coded_cache(tmp_path):
 
 @pytest.mark.long
 @needs_triton
+def test_a_quantized_checkpoint_is_recorded(tmp_path):
+    """E1, E5: scales are checked while weights are loaded, and a fake GPU has no values."""
+    scheme = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    config = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config |= {"quantization_config": scheme}
+    found = recorded(tmp_path, "llama", config=config, attention_backend="triton_mha", num_pages=64)
+    assert {"_skinny_fp8_gemm", "_split_gemm", "_quantized_gemm"} <= found.keys()
+
+
+@pytest.mark.long
+@needs_triton
 def test_batch_invariant_arithmetic_is_recorded(tmp_path):
     """E1: operators that are replaced inside torch's dispatcher."""
     found = recorded(tmp_path, "llama", attention_backend="triton_mha", num_pages=64, batch_invariant=True)
@@ -123,6 +135,20 @@ def test_prefills_whose_graphs_a_start_up_drops_are_recorded(tmp_path):
     settings = {"attention_backend": "triton_mha", "num_pages": 64, "context_length": 256}
     captured = recorded(tmp_path, "llama", **settings)
     assert recorded(tmp_path, "llama", disable_prefill_cuda_graph=True, **settings) <= captured
+
+
+def test_fake_tensors_have_addresses_within_their_memory():
+    """E1: Triton has a variant of a kernel for addresses at multiples of 16. In a process of its own, because a fake
+    GPU stays."""
+    script = """if True:
+        import torch
+        from attnplug_engine.execution.compile_ahead import GPU
+        from attnplug_engine.recording.fake_gpu import fake_gpu
+        with fake_gpu(GPU({"name": "NVIDIA H200", "major": 9, "minor": 0}, 140 << 30, ("cuda", 90, 32))):
+            rows = torch.empty(4, 64, dtype=torch.bfloat16, device="cuda")
+            print([tensor.data_ptr() for tensor in (rows, rows[1:], rows[:, 3:], rows[2, 8:])])"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [0, 128, 6, 272]
 
 
 @needs_triton

@@ -88,7 +88,7 @@ def test_quantized(facts: Facts) -> None:
     """Every one for SM 90, those that differ for SM 80 to 120. Tensor cores take fp8 as it is from SM 89 on, on SM 90
     except narrow tiles. No loop moves codes or decoded weights through shared memory: only scales, which take
     fewer stores. Products of few rows load codes before they wait for their input, and use shared memory for sums
-    only."""
+    only. Partial sums of divided products are stored before a program's arrival, and read after the last one's."""
     found = facts["quantized"]
     expected = {"scaled", "narrow", "few rows", "tiled", "split", "split, normed", "fp8", "int4", "mxfp4", "rows"}
     experts = {f"experts, {form}" for form in ("scaled", "fp8", "int4", "mxfp4")}
@@ -104,6 +104,7 @@ def test_quantized(facts: Facts) -> None:
         assert one["fp8"] == ("scaled" in one["kernel"]), one
         if one["kernel"] == "few rows":
             assert one["shared"] <= 256 and (one["loaded_early"] >= 4 or one["sm"] < 90), one
+        assert one["arrives"] == one["kernel"].startswith("split"), one
 
 
 def test_invariant_products_have_one_instruction(facts: Facts) -> None:

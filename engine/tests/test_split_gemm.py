@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,12 +94,25 @@ def test_a_divided_product_is_float64s(kind, rows, outputs, width, parts, fused,
     if "onto" in fused:
         options["onto"], wanted = onto, wanted + onto.double()
     module = kernels()
-    config = module.SplitConfig(64, 64 if kind == "plain" else 128, parts, 4, 3, lines=2)
+    config = module.SplitConfig(64, 64 if kind == "plain" else 128, parts, 4, 3, prefetch=2)
     counters = module.arrival_counters(outputs, x.device)
     found = module.split_gemm(x, weight, config, counters, **own, **options)
     assert error(found, wanted) <= BOUND * (2 if device == "cpu" else 1)
     assert not counters.any()
     assert torch.equal(module.split_gemm(x, weight, config, counters, **own, **options), found)
+
+
+@pytest.mark.parametrize("columns", [128, 1408, 1536, 2048, 2880, 8192])
+@pytest.mark.parametrize("element", [1, 2])
+@pytest.mark.parametrize("parts", [1, 4, 8, 16])
+def test_the_last_program_prefetches_nothing_behind_its_matrix(columns, element, parts):
+    """Not even if its part is shorter than others. An odd number of lines is rounded down to a power of two."""
+    module = kernels()
+    divided, size = module.divided(columns, parts, 128)
+    for most in (0, 2, 16, 32):
+        lines = module.SplitConfig(64, 128, parts, 4, 4, most).prefetched(columns, element)
+        room = (columns - (divided - 1) * size) * element // 128
+        assert lines <= min(room, most) < max(2 * lines, 1) and lines.bit_count() <= 1
 
 
 @on_every_device
@@ -111,6 +124,17 @@ def test_one_scale_per_matrix_row(device, poisoned):
     config = module.SplitConfig(64, 128, 2, 4, 3)
     found = module.split_gemm(x, weight, config, module.arrival_counters(72, x.device), **own)
     assert error(found, x.double() @ exact.T) <= BOUND * 2
+
+
+@on_every_device
+def test_input_and_residual_may_have_any_strides(device):
+    torch.manual_seed(0)
+    weight, _, exact = drawn("plain", 64, 256, device)
+    x, onto = (torch.randn(9, 2 * width).to(device, HALF[device])[:, ::2] for width in (256, 64))
+    module = kernels()
+    config = module.SplitConfig(64, 128, 2, 4, 3)
+    found = module.split_gemm(x, weight, config, module.arrival_counters(64, x.device), onto=onto)
+    assert error(found, x.double() @ exact.T + onto.double()) <= BOUND * 2
 
 
 @pytest.mark.parametrize("kind", ["plain", "codes"])
@@ -131,7 +155,8 @@ def test_a_row_does_not_depend_on_the_others(kind, device):
 
 
 def test_what_is_divided():
-    """Nine to 64 bfloat16 rows, matrices of few rows; codes with one scale per 128 columns or per row."""
+    """Nine to 64 bfloat16 rows, matrices of few rows; codes with one scale per 128 columns or per row. A norm of the
+    input is fused with codes only: with 16-bit elements the product then takes 1.6 to 2.2 times as long as others."""
     choose = kernels().choose_split
     x, weight = torch.zeros(65, 4096).half(), torch.zeros(128, 4096).half()
     codes = torch.zeros(128, 4096).to(torch.float8_e4m3fn)
@@ -140,6 +165,8 @@ def test_what_is_divided():
         assert not choose(x[:9], matrix.repeat(40, 1)) and not choose(x[None, :9], matrix)
         assert not choose(x[:9, :4090], matrix[:, :4090].contiguous()) and not choose(x[:9, :128], matrix[:, :128])
         assert not choose(x[:9].float(), matrix)
+    for rows in (9, 64):
+        assert choose(x[:rows], codes, normed=True) and not choose(x[:rows], weight, normed=True)
     assert choose(x[:9], codes, group=128, rows_per_scale=128)
     assert not choose(x[:9], codes, group=32, rows_per_scale=128)
     assert not choose(x[:9], codes, group=128, rows_per_scale=20)
@@ -149,9 +176,9 @@ def test_what_is_divided():
 
 @on_every_device
 def test_a_model_divides_products_of_nine_rows(device, monkeypatch):
-    """With weights of either kind. A product of one row, or of a gated matrix, has no counters to use."""
+    """With weights of either kind; not one row, and not a gated matrix. A norm is fused with codes only."""
     from attnplug_engine import kernels as usable
-    from attnplug_engine.models.layers import Linear, QuantizedLinear, silu_and_mul
+    from attnplug_engine.models.layers import Linear, QuantizedLinear, RMSNorm, silu_and_mul
     from attnplug_engine.quantization.scheme import QuantizedWeight
 
     monkeypatch.setattr(usable, "usable", lambda _: True)
@@ -169,12 +196,35 @@ def test_a_model_divides_products_of_nine_rows(device, monkeypatch):
     weight, _, exact = drawn("plain", 128, 4096, device)
     codes, own, decoded = drawn("codes", 128, 4096, device)
     quantized = QuantizedWeight(Fp8Blocks(), codes, own["scales"], 128)
+    gain = torch.rand(4096).to(device, HALF[device])
+    norm = RMSNorm(SimpleNamespace(take=lambda *_, **how: gain), 4096, 1e-5)
     for layer, matrix in ((Linear(weight), exact), (QuantizedLinear(quantized), decoded)):
         assert error(layer(x, onto=onto.clone()), x.double() @ matrix.T + onto.double()) <= 8e-3
         assert used == [1]
         layer(x[:1])
         layer(x, activate=silu_and_mul)
         assert used.pop() == 1 and not used
+        found = layer(x, norm=norm)
+        wanted = F.rms_norm(x.double(), (4096,), gain.double(), 1e-5) @ matrix.T
+        assert error(found, wanted) <= 8e-3 and used == [1] * (matrix is decoded)
+
+
+@on_every_device
+def test_batch_invariant_arithmetic_divides_no_product(device, monkeypatch):
+    """E3: whether a product is divided depends on the number of rows."""
+    from attnplug_engine import kernels as usable
+    from attnplug_engine.kernels.invariant import arithmetic
+    from attnplug_engine.models.layers import Linear
+
+    monkeypatch.setattr(usable, "usable", lambda _: True)
+    torch.manual_seed(0)
+    module = kernels()
+    weight, x = drawn("plain", 128, 4096, device)[0], torch.randn(9, 4096).to(device, HALF[device])
+    layer = Linear(weight)
+    assert module.choose_split(x, weight)
+    monkeypatch.setattr(module, "split_gemm", None)
+    with arithmetic(True):
+        assert torch.equal(layer(x)[:1], layer(x[:1]))
 
 
 @pytest.mark.parametrize("device", [DEVICES[1]])

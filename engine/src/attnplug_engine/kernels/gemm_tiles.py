@@ -51,9 +51,6 @@ FEW_ROW_FP8_CONFIGS: Mapping[tuple[int, int], GemmConfig] = {
 """The same for fp8 codes (``benchmarks/quantized_products_h200.py``)."""
 TENSOR_CORE_CONFIGS: Mapping[tuple[int, int], GemmConfig] = {(2112, 2048): GemmConfig(16, 2048, 8, tiles=True)}
 """The same for products on tensor cores."""
-AFTER_ATTENTION: Mapping[tuple[int, int], GemmConfig] = {(2048, 2048): GemmConfig(16, 2048, 8, tiles=True)}
-"""Output projections that ``tiled_gemm`` multiplies by up to ``MORE`` rows: it loads their weights while it waits for
-attention (``benchmarks/decode_chain_h200.py``)."""
 STREAMED, STREAMED_GATED = GemmConfig(64, 128, 4, tiles=True, stages=6), GemmConfig(64, 128, 8, tiles=True, stages=4)
 _FILLED = 0.9
 """Smallest share of busy multiprocessors, on average over waves, in a gated product: if more are idle in the last wave,
@@ -121,8 +118,6 @@ def choose(x: Tensor, weight: Tensor, *, normed: bool = False, gated: bool = Fal
     if rows <= SOME and numbers <= _SHORT:
         # float16 overflows for a row times its gain before the division by the row's norm
         return choose_tiles(numbers // tiles, inputs, normed=normed) if x.dtype is torch.bfloat16 else None
-    if rows <= MORE and not gated and not normed and x.dtype is torch.bfloat16 and weight.shape in AFTER_ATTENTION:
-        return AFTER_ATTENTION[numbers, inputs]
     if inputs % 8:  # copies are 16 bytes wide
         return None
     config = STREAMED_GATED if gated else STREAMED

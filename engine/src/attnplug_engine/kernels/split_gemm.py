@@ -35,8 +35,8 @@ class SplitConfig:
     """Tile sizes and launch parameters: matrix rows of a block, columns of a tile (128 of codes), parts of the columns,
     warps, and tiles that are copied ahead.
 
-    ``lines`` is the number of cache lines of each matrix row that a program prefetches before it waits for its input: a
-    power of two, or 0.
+    ``prefetch`` is the maximum number of cache lines (128 bytes) of each matrix row that a program prefetches before it
+    waits for its input.
     """
 
     block_n: int
@@ -44,40 +44,54 @@ class SplitConfig:
     parts: int
     warps: int
     stages: int
-    lines: int = 0
+    prefetch: int = 0
 
-    def stage_bytes(self, rows: int, element: int) -> int:
-        """Return the shared memory of one stage, with matrix elements of ``element`` bytes."""
+    def prefetched(self, columns: int, element: int) -> int:
+        """Return the number of cache lines, a power of two or 0, that all parts of ``columns`` columns have."""
+        parts, size = divided(columns, self.parts, self.block_k)
+        smallest = (columns - (parts - 1) * size) * element // 128  # the last part
+        lines = min(self.prefetch, smallest)
+        return 1 << lines.bit_length() - 1 if lines else 0
+
+    def fitting_stages(self, rows: int, element: int, room: int) -> int:
+        """Return the number of stages for which ``room`` bytes of shared memory are enough, at least 2. Matrix elements
+        have ``element`` bytes."""
         padded: int = max(triton.next_power_of_2(rows), 16)
-        return self.block_k * (element * self.block_n + 2 * padded)
+        stage = self.block_k * (element * self.block_n + 2 * padded)
+        return max(min(self.stages, (room - 4096) // stage), 2)
 
 
 Table = tuple[tuple[int, int, int, SplitConfig | None], ...]
-"""Entries: maximum rows of the input, of the matrix, and of its columns, and a configuration; None for another kernel.
-The first match applies. Measured with 16 and 64 rows on an H200 (``benchmarks/split_products_h200.py``)."""
+"""Entries: maximum number of rows of the input, of the matrix, and of its columns; then a configuration, or None if
+another kernel is faster. The first match applies. Measured with 16 and 64 rows on an H200
+(``benchmarks/split_products_h200.py``)."""
 PLAIN: Table = (
-    (16, 2304, 2048, SplitConfig(64, 128, 4, 4, 6, lines=32)),
+    (16, 2304, 2048, SplitConfig(64, 128, 4, 4, 6, prefetch=32)),
     (16, 2304, 8192, SplitConfig(64, 128, 4, 4, 6)),
     (64, 2304, 8192, SplitConfig(64, 128, 4, 4, 4)),
 )
 """Configurations for 16-bit elements."""
 CODES: Table = (
     (16, 2304, 2048, None),
-    (16, 4096, 2048, SplitConfig(64, 128, 4, 8, 4, lines=16)),
-    (16, 2304, 8192, SplitConfig(64, 128, 16, 4, 3, lines=16)),
-    (64, 2304, 2048, SplitConfig(64, 128, 4, 4, 4, lines=16)),
-    (64, 4096, 2048, SplitConfig(128, 128, 4, 8, 4, lines=16)),
+    (16, 4096, 2048, SplitConfig(64, 128, 4, 8, 4, prefetch=16)),
+    (16, 2304, 8192, SplitConfig(64, 128, 16, 4, 3, prefetch=16)),
+    (64, 2304, 2048, SplitConfig(64, 128, 4, 4, 4, prefetch=16)),
+    (64, 4096, 2048, SplitConfig(128, 128, 4, 8, 4, prefetch=16)),
     (64, 2304, 8192, SplitConfig(64, 128, 8, 4, 4)),
 )
 """Configurations for fp8 codes."""
 
 
-def choose_split(x: Tensor, weight: Tensor, *, group: int | None = None, rows_per_scale: int = 1) -> SplitConfig | None:
+def choose_split(
+    x: Tensor, weight: Tensor, *, group: int | None = None, rows_per_scale: int = 1, normed: bool = False
+) -> SplitConfig | None:
     """Return the configuration for these tensors; None if the kernel does not support them, or another is faster.
 
-    Rows are bfloat16, or float16 in Triton's interpreter. A weight of another dtype has fp8 codes.
+    Rows are bfloat16, or float16 in Triton's interpreter. A weight of another dtype has fp8 codes. A norm takes the
+    programs longer than they save with 16-bit elements: 3072 × 2048 takes 12.2 instead of 7.8 µs with 16 rows, and 17.8
+    instead of 8.2 with 64 (H200).
     """
-    if x.dim() != 2:
+    if x.dim() != 2 or (normed and weight.dtype == x.dtype):
         return None
     (rows, width), outputs, codes = x.shape, weight.shape[0], weight.dtype != x.dtype
     if not FEWEST <= rows <= MOST or (x.dtype, x.device.type) not in ((torch.bfloat16, "cuda"), (torch.float16, "cpu")):
@@ -119,8 +133,7 @@ def _split_gemm(
     line = tl.minimum(number, columns - 1)  # rows behind the last repeat it and are not stored
     matrix = weight + line.to(tl.int64)[:, None] * K + begin
     if EARLY and LINES > 0:
-        SIZE: tl.constexpr = 1 if CODES else 2
-        prefetch(weight + begin, line, K * SIZE, min(LINES, triton.next_power_of_2(PART * SIZE // 128)))
+        prefetch(weight + begin, line, K * (1 if CODES else 2), LINES)
     factors = scales + first // ROWS_PER_SCALE * WIDTH
     if CODES and WIDTH > 1:
         factor = tl.load(factors + tl.minimum(begin // GROUP, WIDTH - 1))
@@ -169,7 +182,8 @@ def _split_gemm(
 def arrival_counters(outputs: int, device: torch.device) -> Tensor:
     """Return zeroed arrival counters of a matrix with ``outputs`` rows.
 
-    A call leaves them zero. Each matrix has its own: only calls with the same matrix must not run at the same time.
+    A call leaves them zero. Calls with the same counters must not run at the same time, so each matrix has its own.
+    Calls of one stream run one after another. In two-batch overlap, a layer's second half waits for its first one.
     """
     return torch.zeros(triton.cdiv(outputs, LEAST_BLOCK), dtype=torch.int32, device=device)
 
@@ -211,7 +225,6 @@ def split_gemm(
     onto = onto if onto is None or onto.stride(1) == 1 else onto.contiguous()
     gain, eps = (x, 0.0) if norm is None else norm
     parts, size = divided(width, config.parts, config.block_k)
-    stage = config.stage_bytes(rows, weight.element_size())
     padded, blocks = max(triton.next_power_of_2(rows), 16), triton.cdiv(outputs, config.block_n)
     sums = scratch(blocks * parts, config.block_n, padded, x) if parts > 1 else x
     _split_gemm[(blocks * parts,)](
@@ -231,8 +244,8 @@ def split_gemm(
         ROWS=padded,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
-        STAGES=max(min(config.stages, (shared_memory(x.device) - 4096) // stage), 2),
-        LINES=config.lines,
+        STAGES=config.fitting_stages(rows, weight.element_size(), shared_memory(x.device)),
+        LINES=config.prefetched(width, weight.element_size()),
         NORM=norm is not None,
         BIAS=bias is not None,
         ONTO=onto is not None,

@@ -1,4 +1,5 @@
-"""Products of 3 to 16 rows with a matrix of few rows in fp8, on tensor cores: ``tiled_gemm`` for fp8 codes.
+"""Products of 3 to 16 rows with a matrix of few rows in fp8, on tensor cores: ``tiled_gemm`` for fp8 codes. From 9 rows
+on ``split_gemm`` is faster, unless the matrix has at most 2048 columns.
 
 Activations are not rounded to fp8: codes are decoded in registers to bfloat16. Each warp multiplies a part of the
 columns, so a program of 16 matrix rows takes few iterations over K; its first codes are loaded before the kernel waits

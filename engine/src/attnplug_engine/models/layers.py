@@ -142,7 +142,7 @@ class Linear(Projection):
         if kernels.usable(x):
             from attnplug_engine.kernels.gemm_tiles import choose
             from attnplug_engine.kernels.skinny_gemm import skinny_gemm
-            from attnplug_engine.kernels.split_gemm import SplitConfig, choose_split, split_gemm
+            from attnplug_engine.kernels.split_gemm import choose_split, split_gemm
 
             gated = activate is silu_and_mul
             if active():
@@ -153,14 +153,13 @@ class Linear(Projection):
                 out = invariant_gemm(flat, self.weight, bias=self.bias, gated=gated, onto=added)
                 out = out.unflatten(0, x.shape[:-1])
                 return out if activate is None or gated else activate(out)
-            normed = None if norm is None else (norm.weight, norm.eps)
-            counters = None if gated else self.counters
-            split = None if counters is None else choose_split(x, self.weight)
-            if counters is not None and isinstance(split, SplitConfig):
-                out = split_gemm(x, self.weight, split, counters, bias=self.bias, norm=normed, onto=onto)
+            split = None if gated else choose_split(x, self.weight, normed=norm is not None)
+            if split is not None and self.counters is not None:
+                out = split_gemm(x, self.weight, split, self.counters, bias=self.bias, onto=onto)
                 return out if activate is None else activate(out)
             config = choose(x, self.weight, normed=norm is not None, gated=gated)
             if config is not None:
+                normed = None if norm is None else (norm.weight, norm.eps)
                 out = skinny_gemm(x, self.weight, config, bias=self.bias, norm=normed, gated=gated, onto=onto)
                 return out if activate is None or gated else activate(out)
         if norm is not None:
