@@ -50,11 +50,15 @@ class DeviceLock:
 
     def __init__(self, path: str | None) -> None:
         self._file = open(path, "a") if path else None  # noqa: SIM115 - open until the process ends
+        self._measuring = False
         self._lock(fcntl.LOCK_SH)
 
     def acquire(self) -> None:
-        self._lock(fcntl.LOCK_UN)
-        self._lock(fcntl.LOCK_EX)
+        """Wait until this process may measure. Another call does nothing: it would let other processes in."""
+        if not self._measuring:
+            self._measuring = True
+            self._lock(fcntl.LOCK_UN)
+            self._lock(fcntl.LOCK_EX)
 
     def _lock(self, how: int) -> None:
         if self._file is not None:
