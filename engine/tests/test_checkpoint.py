@@ -370,6 +370,7 @@ def test_tensors_that_no_module_takes(folder):
         ("granite", {"sliding_window": 9}, "sliding_window"),
         ("glm4_moe", {"n_group": 3}, "n_group"),
         ("mixtral", {"layer_types": ["full_attention"] * 2}, "layer_types"),
+        *((name, {"sliding_window_pattern": 3}, "sliding_window_pattern") for name in ("mixtral", "gemma2", "gpt_oss")),
         ("mixtral", {"num_experts": 3}, "num_experts"),
         ("olmo2", {"sliding_window": 9}, "sliding_window"),
         ("phi3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling.rope_type"),
