@@ -322,7 +322,7 @@ class Weights:
         unused = [
             name
             for name in self._source.names()
-            if name not in self._taken and not _HARMLESS.search(name) and not ignored(name)
+            if name not in self._taken and not _HARMLESS.search(name) and not ignored(name) and not self._empty(name)
         ]
         if unused:
             raise UnusedTensors(
@@ -331,6 +331,11 @@ class Weights:
                 self._source.name,
                 unused,
             )
+
+    def _empty(self, name: str) -> bool:
+        """Return True for a tensor without elements: transformers saves those of an MLP for no shared experts."""
+        stored = self._source.stored(name)
+        return stored is not None and 0 in stored.shape
 
     def _read(self, name: str, shape: tuple[int, ...], rows: slice | None, columns: slice | None) -> Tensor:
         full_name = self._prefix + name
