@@ -376,6 +376,7 @@ def test_tensors_that_no_module_takes(folder):
         ("phi3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling.rope_type"),
         ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "rope_scaling.short_factor"),
         ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ("qwen2_moe", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 9}, "layer_types"),
         ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method"),
