@@ -209,7 +209,7 @@ def test_the_value_at_fault_is_shown() -> None:
     ],
 )
 def test_values_that_make_no_sense(key: str, value: object, allowed: str) -> None:
-    config = {**LLAMA_3_8B, "sliding_window": 64}
+    config = {**LLAMA_3_8B, "model_type": "qwen2", "sliding_window": 64}
     assert allowed in refused(config, key, **{key: value})
 
 

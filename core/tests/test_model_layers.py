@@ -71,6 +71,8 @@ def test_qwen_slides_only_when_switched_on_and_only_in_upper_layers(model_type: 
     assert windows(read(config)) == [None] * 32
     assert windows(read(config, use_sliding_window=False)) == [None] * 32
     assert windows(read(config, use_sliding_window=True)) == [None] * 28 + [1024] * 4
+    absent = read(without(config, "sliding_window", "max_window_layers"), use_sliding_window=True)
+    assert windows(absent) == [None] * 28 + [4096] * 4  # what transformers' class assumes
 
 
 def test_layer_types_win_over_every_other_rule_for_windows() -> None:
@@ -134,7 +136,15 @@ def test_layers_that_slide_if_a_flag_turns_windows_on(
     config = {**LLAMA_3_8B, "model_type": model_type, "num_hidden_layers": 5, "sliding_window": 7, **keys}
     spec = read(config, use_sliding_window=True)
     assert windows(spec) == [7 if slide else None for slide in slides]
-    assert windows(read(config, use_sliding_window=False)) == [None] * 5
+    assert windows(read(config, use_sliding_window=False)) == windows(read(config)) == [None] * 5
+
+
+@pytest.mark.parametrize("model_type", ["phi3", "mixtral", "gemma2", "gemma3_text", "gpt_oss"])
+def test_types_without_a_switch_ignore_it(model_type: str) -> None:
+    config = {**LLAMA_3_8B, "model_type": model_type, "num_hidden_layers": 5, "sliding_window": 7}
+    for switch in (True, False):
+        switched = read(config, use_sliding_window=switch, max_window_layers=3)
+        assert windows(switched) == windows(read(config)) and windows(switched)[0] == 7
 
 
 def test_layers_without_a_rope_are_listed_for_every_layer() -> None:

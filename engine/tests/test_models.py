@@ -85,6 +85,15 @@ def test_logits_equal_those_of_transformers(case, make_oracle, make_stage, seque
         assert_close(logits, wanted, atol=1e-4, rtol=0)
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_tensors_without_elements_may_stay_unused(make_oracle, make_stage, sequences):
+    """E5. transformers saves those of the MLP of no shared experts."""
+    oracle = make_oracle("deepseek_v2", n_shared_experts=0)
+    loaded = load_model(str(oracle.folder), dtype=torch.float32, device="cpu")
+    (found,) = make_stage(loaded, 1).run(sequences[:1], DECODED)
+    assert_close(found, oracle.logits(sequences[0]), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("case", ["deepseek_v2", "deepseek_v3", "deepseek_v3 with half-split rope"])
 @pytest.mark.sample(2)
 def test_cached_latent_rows_are_those_of_transformers(case, make_oracle, make_stage, sequences):

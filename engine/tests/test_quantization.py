@@ -183,6 +183,17 @@ def test_excluded_modules_are_plain_and_their_neighbours_are_not(make_oracle, ma
     assert isinstance(loaded.module.layers[1].mlp.gate_up, QuantizedLinear)
 
 
+@pytest.mark.parametrize("excluded", ["down_proj", "up_proj"])
+def test_experts_that_are_quantized_in_part_are_refused(excluded, make_oracle, tmp_path):
+    """E5"""
+    config = {**FP8, "weight_block_size": [16, 16], "modules_to_not_convert": [excluded]}
+    quantized(make_oracle("qwen3_moe").folder, tmp_path / "q", config, fp8_blocks(16, 16), rf"lm_head|\.{excluded}")
+    tensor = f"model.layers.0.mlp.experts.0.{excluded}.weight"
+    with pytest.raises(CheckpointError, match="together", check=having(tensor=tensor)) as caught:
+        load_model(str(tmp_path / "q"), dtype=torch.float32, device="cpu")
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("entries", "module", "excluded"),
     [

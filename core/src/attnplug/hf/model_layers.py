@@ -63,9 +63,8 @@ def _slides(config: Config, count: int) -> list[bool]:
         return listed
     if config.optional_integer("sliding_window") is None:
         return [False] * count
-    switched = config.model_type != "mistral" and config.lookup("use_sliding_window") is not None
-    if config.model_type.startswith("qwen") or switched:
-        # Qwen's configs contain a window even if it is disabled.
+    if config.model_type.startswith(("qwen", "smollm3")):
+        # Their configs contain a window even if it is disabled. Other types do not have the key: they ignore it.
         if not config.flag("use_sliding_window"):
             return [False] * count
         if config.model_type == "smollm3":

@@ -50,6 +50,7 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 _PREDICTION = ("num_nextn_predict_layers", "num_mtp_layers")
 _GEMMA_SCALES = ("query_pre_attn_scalar", "attn_logit_softcapping")
 _SCALES = ("attention_multiplier", *_GEMMA_SCALES)
+_LAYER_TYPES = ("layer_types", "sliding_window_pattern")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +74,19 @@ class Architecture:
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(llama.llama, unknown=(*_SCALES, "sliding_window")),
-    "mistral": Architecture(llama.mistral),
+    "mistral": Architecture(llama.mistral, unknown=(*_SCALES, *_LAYER_TYPES)),
     "qwen2": Architecture(llama.qwen2),
     "qwen3": Architecture(llama.qwen3),
     "granite": Architecture(llama.granite, llama.GRANITE_DEFAULTS, unknown=(*_GEMMA_SCALES, "sliding_window")),
     "smollm3": Architecture(llama.smollm3, llama.SMOLLM3_DEFAULTS),
     "olmo2": Architecture(llama.olmo2, llama.OLMO2_DEFAULTS, unknown=(*_SCALES, "sliding_window")),
-    "phi3": Architecture(llama.phi3, llama.PHI3_DEFAULTS, unknown=(*_SCALES, "layer_types")),
-    "gemma2": Architecture(gemma.gemma2, gemma.DEFAULTS, unknown=("attention_multiplier",)),
+    "phi3": Architecture(llama.phi3, llama.PHI3_DEFAULTS, unknown=(*_SCALES, *_LAYER_TYPES)),
+    "gemma2": Architecture(gemma.gemma2, gemma.DEFAULTS, unknown=("attention_multiplier", "sliding_window_pattern")),
     "gemma3_text": Architecture(
         gemma.gemma3_text, gemma.DEFAULTS_3, unknown=("attention_multiplier", "attn_logit_softcapping")
     ),
     "mixtral": Architecture(
-        mixture.mixtral, mixture.MIXTRAL_DEFAULTS, mixture.MIXTRAL_ALIASES, unknown=(*_SCALES, "layer_types")
+        mixture.mixtral, mixture.MIXTRAL_DEFAULTS, mixture.MIXTRAL_ALIASES, unknown=(*_SCALES, *_LAYER_TYPES)
     ),
     "qwen2_moe": Architecture(mixture.qwen2_moe, mixture.QWEN2_DEFAULTS),
     "qwen3_moe": Architecture(
@@ -98,7 +99,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         extra_layers=("num_nextn_predict_layers",),
         unknown=(*_SCALES, "sliding_window"),
     ),
-    "gpt_oss": Architecture(gpt_oss.gpt_oss, gpt_oss.DEFAULTS, gpt_oss.ALIASES),
+    "gpt_oss": Architecture(
+        gpt_oss.gpt_oss, gpt_oss.DEFAULTS, gpt_oss.ALIASES, unknown=(*_SCALES, "sliding_window_pattern")
+    ),
     "deepseek_v2": Architecture(deepseek.deepseek_v2, deepseek.V2_DEFAULTS),
     "deepseek_v3": Architecture(deepseek.deepseek_v3, deepseek.V3_DEFAULTS, extra_layers=_PREDICTION),
     "deepseek_v32": Architecture(deepseek.deepseek_v32, deepseek.V32_DEFAULTS, extra_layers=_PREDICTION),

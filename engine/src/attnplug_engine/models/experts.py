@@ -221,7 +221,7 @@ class Experts(nn.Module):
         self, weights: Weights, experts: int, hidden: int, intermediate: int, *, form: MLPForm = GATED
     ) -> None:
         super().__init__()
-        scheme = weights.at("0").scheme(form.inputs[0])
+        scheme = weights.expert_scheme((*form.inputs, form.output))
         own = expert_columns(weights, scheme, intermediate)
         columns = length(own)
         parts = form.rows(intermediate, own)

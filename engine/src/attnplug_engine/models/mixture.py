@@ -64,6 +64,8 @@ def mixtral(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
 
 def qwen2_moe(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
     """Qwen2-MoE: Qwen2 with experts and a gated shared expert."""
+    if any(layer.sliding_window for layer in spec.layers) and not config.flag("use_sliding_window"):
+        raise config.wrong("layer_types", "without sliding layers, as 'use_sliding_window' is not true")
     mlp, attention = qwen_mlps(config, shared=True), make_attention(config, qkv_bias=config.flag("qkv_bias"))
     return softmax_decoder(weights, config, spec, attention, lambda weights, index: mlp(weights.at("mlp"), index))
 

@@ -262,6 +262,22 @@ class Weights:
             target.scales[first:last].copy_(scales)
             start, first = stop, last
 
+    def expert_scheme(self, matrices: Sequence[str]) -> Scheme | None:
+        """Return the scheme of the experts' ``matrices``; None if they are not quantized. Raises CheckpointError if
+        only some are."""
+        first = self.at("0")
+        schemes = {name: first.scheme(name) for name in matrices}
+        plain = [name for name, scheme in schemes.items() if scheme is None]
+        if plain and len(plain) < len(schemes):
+            name = f"{first._prefix}{plain[0]}"
+            raise CheckpointError(
+                f"the checkpoint {self._source.name!r} has quantized experts, but {name!r} is not quantized; exclude "
+                f"{', '.join(matrices)} of experts from quantization together, or none of them",
+                self._source.name,
+                f"{name}.weight",
+            )
+        return schemes[matrices[0]]
+
     def expert_stack_scheme(self, name: str) -> Mxfp4 | None:
         """Return the scheme of all experts' weights in one tensor (gpt-oss); None if they are not quantized.
 
@@ -322,7 +338,7 @@ class Weights:
         unused = [
             name
             for name in self._source.names()
-            if name not in self._taken and not _HARMLESS.search(name) and not ignored(name)
+            if name not in self._taken and not _HARMLESS.search(name) and not ignored(name) and not self._empty(name)
         ]
         if unused:
             raise UnusedTensors(
@@ -331,6 +347,11 @@ class Weights:
                 self._source.name,
                 unused,
             )
+
+    def _empty(self, name: str) -> bool:
+        """Return True for a tensor without elements: transformers saves those of an MLP for no shared experts."""
+        stored = self._source.stored(name)
+        return stored is not None and 0 in stored.shape
 
     def _read(self, name: str, shape: tuple[int, ...], rows: slice | None, columns: slice | None) -> Tensor:
         full_name = self._prefix + name
