@@ -101,7 +101,7 @@ class Registry:
         """Return the device type named ``name``. Raises UsageError, with the installed ones, if there is none."""
         if name not in self.devices:
             faults = "".join(f"; {fault}" for fault in self.broken if fault.name == f"device {name}")
-            text = f"`{Setting.DEVICE}` {name!r} is unknown; installed are {', '.join(self.devices)}"
+            text = f"`{Setting.DEVICE}` {name!r} is no device type; use {', '.join(self.devices)}, without an index"
             raise UsageError(text + (faults or (_MORE if self.broken else "")))
         return self.devices[name].value
 
