@@ -126,7 +126,7 @@ class Registry:
         if found is not None and (holds is None or holds in found.holds):
             return found
         if faults := [str(broken) for broken in self.broken if broken.name == f"KV format {name}"]:
-            raise PluginError(f"`{setting}` {name}: {faults[0]}")
+            raise PluginError(f"`{setting}` {name}: {faults[0]}", settings=[setting])
         names = ", ".join(sorted(each for each, format in known.items() if holds is None or holds in format.holds))
         text = f"`{setting}` {name!r} is not a KV format{f' of {holds} rows' if holds else ''}; use one of {names}"
         raise UsageError(text + (_MORE if self.broken else ""), settings=[setting])
