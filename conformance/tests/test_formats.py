@@ -12,9 +12,12 @@ import torch
 from attnplug import KVFormat, RowPart, UsageError
 from attnplug.cli.app import parse, run
 from attnplug.declare.errors import PluginError
+from attnplug.declare.kv_format import BUILT_IN
 from attnplug.host import load_registry
 from attnplug.kv.buffer import CodedRows, PagedBuffer
+from attnplug_conformance.case import Case
 from attnplug_conformance.format_checks import FORMAT_CHECKS, check_format
+from attnplug_conformance.subject import Subject, Unclaimed
 
 CPU = torch.device("cpu")
 GOOD = KVFormat(
@@ -130,6 +133,22 @@ MUTANTS = [
 def test_a_broken_codec_is_caught(name, check, message):
     """E2"""
     assert message in failures(replace(GOOD, codec=name))["mha", check]
+
+
+def test_a_broken_format_fails_no_backend_that_claims_any(monkeypatch):
+    """D2: the kit refuses its cases by the format's name. A backend that claims it by name is checked."""
+    made = {name: replace(GOOD, name=name, codec=name) for name in ("good_int8", "of_batch", "no_such_codec")}
+    monkeypatch.setattr("attnplug_conformance.stored_rows._formats", lambda: BUILT_IN | made)
+    native = Subject.installed(load_registry().backends["torch_native"], "cpu")
+    case = replace(Case(((3, 1),)), kv_dtype="good_int8")
+    assert native.fit(case).kv_dtype == "good_int8"
+    for name in ("of_batch", "no_such_codec"):
+        with pytest.raises(Unclaimed, match=f"attnplug conform --kv-format {name}"):
+            native.fit(replace(case, kv_dtype=name))
+    spec = native.registered.spec
+    spec = replace(spec, capabilities=replace(spec.capabilities, kv_dtypes={"of_batch"}))
+    named = replace(native, registered=replace(native.registered, spec=spec))
+    assert named.fit(replace(case, kv_dtype="of_batch")).kv_dtype == "of_batch"
 
 
 def test_a_good_format_passes():

@@ -135,12 +135,30 @@ def test_a_plugin_that_cannot_list_its_devices_is_named_and_disturbs_no_other(in
     assert len(registry.processors("cpu")) == 1
 
 
-def test_a_device_that_cannot_be_opened_is_a_usage_error_of_one_line() -> None:
-    for declared in (DeviceSpec("acme"), DeviceSpec("acme", module="no_such_module")):
-        with pytest.raises(UsageError) as caught:
-            open_device("acme", {"acme": declared}.__getitem__)
-        assert caught.value.settings == ("device",)
-        assert "acme" in str(caught.value) and "\n" not in str(caught.value)
+@pytest.mark.parametrize(
+    "declared",
+    [
+        DeviceSpec("acme"),
+        DeviceSpec("acme", module="no_such_module"),
+        DeviceSpec("meta"),
+        DeviceSpec("cpu", lambda: ["Acme A2"]),  # type: ignore[list-item]
+    ],
+    ids=str,
+)
+def test_a_device_that_cannot_be_opened_is_a_usage_error_of_one_line(declared: DeviceSpec) -> None:
+    """E2: torch does not know it, it has no memory, or its plugin lists something else than devices."""
+    with pytest.raises(UsageError) as caught:
+        open_device(declared.name, {declared.name: declared}.__getitem__)
+    assert caught.value.settings == ("device",)
+    assert declared.name in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["cuda:1", "cpu:0", "CPU", "meta", ""])
+def test_a_device_is_named_by_its_type_without_an_index(name: str) -> None:
+    """E2"""
+    with pytest.raises(UsageError, match=r"cpu, cuda, without an index") as caught:
+        load_registry([EMBEDDED], {}).device(name)
+    assert repr(name) in str(caught.value)
 
 
 @pytest.mark.parametrize("changes", [{"streams": True}, {"graphs": "CUDAGraph"}])

@@ -136,6 +136,7 @@ def test_two_packages_with_the_same_name_are_both_named(install: Install) -> Non
     with raises_naming(PluginError, "acme_int8", "one", "two") as error:
         registry.kv_format("acme_int8")
     assert "\n" not in str(error.value)
+    assert error.value.settings == ("kv_dtype",)  # which commands show as --kv-dtype
 
 
 def test_core_keeps_its_own_names(install: Install) -> None:

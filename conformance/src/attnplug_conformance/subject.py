@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import product
 from typing import TypeVar
 
@@ -17,12 +18,15 @@ from attnplug import (
     DType,
     ExtendPath,
     ForwardMode,
+    KVFormat,
     ModelSpec,
     Problem,
     Role,
     UsageError,
 )
 from attnplug.declare.device import Architecture
+from attnplug.declare.errors import PluginError
+from attnplug.declare.kv_format import BUILT_IN
 from attnplug.declare.options import parse_options
 from attnplug.declare.spec import Registered
 from attnplug.host import (
@@ -67,6 +71,16 @@ class Unclaimed(Exception):
 
 class NotBuilt(Exception):
     """The backend could not be built. The message is that of the error."""
+
+
+@cache
+def _conforms(format: KVFormat, device: torch.device) -> bool:
+    from attnplug_conformance.format_checks import check_format  # which imports this module
+
+    try:
+        return format.name in BUILT_IN or not any(result.message for result in check_format(format, device))
+    except PluginError:
+        return False
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,8 +138,15 @@ class Subject:
         return next(served, max(self.capabilities.page_sizes.kernel or {64}))
 
     def refusals(self, problem: Problem, role: Role) -> list[str]:
-        """Reasons against the problem: the backend's own, and a format that cannot hold the rows."""
+        """Reasons against the problem: the backend's own, and a format that cannot hold the rows.
+
+        A format that does not conform is no fault of a backend that claims any, but of one that claims it by name.
+        """
         reasons = [refusal.message for refusal in self.registered.spec.refusals(problem, role, self.options)]
+        claims = self.capabilities
+        for name, claimed in ((problem.kv_dtype, claims.kv_dtypes), (problem.index_dtype, claims.index_dtypes)):
+            if not reasons and claimed is None and name is not None and not _conforms(format_of(name), self.device):
+                reasons.append(f"KV format {name} does not conform itself: attnplug conform --kv-format {name}")
         if problem.kv_dtype is not None and problem.model is not None:
             try:
                 format_of(problem.kv_dtype).check(problem.model, problem.page_size)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 from attnplug import AttentionKind, Feature, ForwardMode, GraphLevel, Role
 from attnplug.declare.problem import INVARIANCE
@@ -50,6 +50,7 @@ ADVICE = {
     "all": "the check of each level varies one condition at a time",
 }
 
+Item = TypeVar("Item")
 Pairs = Iterator[tuple[Step, list[Step]]]
 """First batches, each with the batches to compare it with."""
 
@@ -83,17 +84,21 @@ class Schedules:
         block = rng.choice([each for each in (*BLOCKS, self.page, 2 * self.page) if each <= most + 1] or [1])
         return max(1, min(most, block * rng.randint(1, 2) + rng.randint(-1, 1)))
 
+    def shuffled(self, *items: Item) -> list[Item]:
+        """Return the items in random order: a check ends with its budget, often before the last one."""
+        return self.rng.sample(items, len(items))
+
     def others(self, count: int, most: int) -> Lengths:
         """Return ``count`` random requests with fewer than ``most`` cached rows."""
         new = 80 if count < 4 else 5 if count < 16 else 1
         return tuple((self.edge(most) - 1, self.edge(new)) for _ in range(count))
 
     def tested(self) -> list[Step]:
-        """Return the requests under test, the longest of every mode first: within and across pages."""
+        """Return the requests under test, the longest of every mode first: within, across, and to the end of pages."""
         page, long = self.page, self.longest
         sizes = {
-            DECODE: [(0, 1), (page, 1), (self.edge(long // 2), 1), (long - 1, 1)],
-            EXTEND: [(0, 5), (page - 1, page + 2), (long // 2, 70)],
+            DECODE: [(0, 1), (page, 1), (self.edge(long // 2), 1), (max(long // page * page, 1) - 1, 1)],
+            EXTEND: [(0, 5), (page - 1, page + 1), (long // 2, 70)],
             MIXED: [(page + 2, 1), (self.edge(long // 2), 3)],
             VERIFY: [(self.edge(long // 2), 1 + self.most_verified // 2)],
         }
@@ -104,7 +109,7 @@ class Schedules:
         for step in self.tested():
             both = replace(step, ahead=self.others(1, 40), behind=self.others(2, 200))
             changes: tuple[dict[str, Any], ...] = ({"fresh": True}, {"stream": True}, {"lane": 1})
-            yield both, [*[both] * REPEATS, *(replace(both, **each) for each in changes)]
+            yield both, self.shuffled(*[both] * REPEATS, *(replace(both, **each) for each in changes))
 
     def batch(self) -> Pairs:
         for place, step in enumerate(self.tested()):
@@ -119,13 +124,14 @@ class Schedules:
                 {"padded": 3},
             ]
             if self.paged:
-                varied += [{"width": 30}, {"behind": ((step.before, new),) * 2, "shared": True}]
+                alike = ((step.before, new),)
+                varied += [{"width": 30}, {"ahead": alike, "behind": alike, "shared": True}]
             if self.bounds:
                 varied += [
                     {"exact": False, "width": 30},
                     {"exact": False, "padded": 2, "ahead": self.others(1, long), "typical": True},
                 ]
-            yield step, [replace(step, **changes) for changes in varied]
+            yield step, self.shuffled(*(replace(step, **changes) for changes in varied))
 
     def graph(self) -> Pairs:
         can, most = self.subject.capabilities.cuda_graph, 60 if self.subject.device.type == "cuda" else 17
@@ -137,27 +143,37 @@ class Schedules:
                 sizes = [len(step.lengths) + more for more in (0, 1, most)]
                 rows = [size * step.new if mode in UNIFORM else step.rows + 3 * (size - sizes[0]) for size in sizes]
                 shapes = list(zip(sizes, rows, strict=True))
-                yield step, [replace(step, shape=shape) for shape in shapes for _ in range(2)]
+                yield step, self.shuffled(*(replace(step, shape=shape) for shape in shapes for _ in range(2)))
 
     def chunks(self) -> Pairs:
         if EXTEND not in self.modes:
             return
-        page, long = self.page, self.longest
-        for total in (2 * page + 5, min(150, long), min(600, long)):
+        page, long, modes = self.page, self.longest, [mode for mode in (EXTEND, MIXED) if mode in self.modes]
+        spans = [(0, 2 * page + 5), (0, min(150, long)), (0, min(600, long))]
+        if self.paged:  # the end of a prompt whose other rows are cached
+            spans.insert(1, (max(0, long - 2 * page - 5), long))
+        for start, stop in spans:
             offsets = {1, 2, *range(page - 2, page + 3), *(each + d for each in (64, 128, 256) for d in (-1, 0, 1))}
-            offsets |= {total // 2, total - 2, total - 1}
-            steps: list[Step] = []
-            for offset in sorted(each for each in offsets if 0 < each < total):
-                steps += [Step(0, offset), Step(offset, total - offset), Step(offset, 1)]
-                steps += [Step(offset, 1, mode) for mode in (DECODE, MIXED) if mode in self.modes]
-            yield Step(0, total), self.rng.sample(steps, min(len(steps), 24))
+            pages = range(-(-(start + 1) // page) * page, stop, page)
+            ends = {start + each for each in offsets} | {(start + stop) // 2, stop - 2, stop - 1, *pages[-1:]}
+            ends = {each for each in ends if start < each < stop}
+            # Prefixes that a cache finds end with a page.
+            hits = sorted(self.shuffled(*ends), key=lambda end: end not in pages)
+            kinds = [
+                [Step(end, stop - end) for end in hits],
+                [Step(end, 1, DECODE) for end in self.shuffled(*ends) if DECODE in self.modes],
+                [Step(start, end - start) for end in self.shuffled(*ends)],
+                [Step(end, 1, self.rng.choice(modes)) for end in self.shuffled(*ends)],
+            ]
+            yield Step(start, stop - start), [step for each in zip_longest(*kinds) for step in each if step][:24]
 
     def verify(self) -> Pairs:
         if not {VERIFY, DECODE} <= set(self.modes):
             return
-        for before in (self.page - 2, self.edge(self.longest // 2), self.longest - 8):
-            for new in sorted({1, 2, self.most_verified}):
-                yield Step(before, new, VERIFY), [Step(before + row, 1, DECODE) for row in range(new)]
+        for before in (max(self.page - 2, 0), self.edge(self.longest // 2), self.longest - 8):
+            sizes = {min(each, self.most_verified) for each in (1, 2, 4, self.rng.randint(3, 6))}
+            for new in sorted(sizes | {self.most_verified}):
+                yield Step(before, new, VERIFY), self.shuffled(*(Step(before + row, 1, DECODE) for row in range(new)))
 
     def all(self) -> Pairs:
         """Yield batches that differ in every condition of the claimed levels."""
@@ -291,7 +307,7 @@ def _check_level(level: str, context: CheckContext) -> None:
             expected = runner.run(first, check=True)
             if digest is None:
                 digest = zlib.crc32(b"".join(as_bytes(each).cpu().numpy().tobytes() for each in expected.values()))
-            for place, step in enumerate(Random(seed + number).sample(steps, len(steps))):
+            for place, step in enumerate(steps):
                 if place >= LEAST // 3 and compared >= LEAST and time.process_time() > end:
                     break
                 compared += 1

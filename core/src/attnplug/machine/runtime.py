@@ -1,5 +1,4 @@
-"""Open devices: streams, graphs, pinned memory and memory info, by torch's own module of the device type; and
-asynchronous copies of integers from the host to a device."""
+"""Open devices: streams, graphs and pinned memory, by torch's own module of the type; copies of integers to devices."""
 
 from __future__ import annotations
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from attnplug.declare.device import DeviceSpec, Processor
 from attnplug.declare.errors import UsageError, describe_error
+from attnplug.declare.reading import of_type
 from attnplug.machine.hardware import CUDA
 
 _CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ class DeviceRuntime:
 
     def processor(self, device: torch.device) -> Processor:
         """Return the name and architecture of a device."""
-        found = next(iter(self.spec.detect()), Processor(self.spec.name))
+        found = of_type("detect", next(iter(self.spec.detect()), Processor(self.spec.name)), Processor, "a Processor")
         if self.spec.name != CUDA.name:
             return found
         major, minor = torch.cuda.get_device_capability(device)
@@ -58,12 +58,12 @@ def open_device(requested: str | None, find: Callable[[str], DeviceSpec]) -> tup
 
     ``None`` selects the current CUDA device, or else the CPU. Raises UsageError for an unknown or absent device.
     """
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    spec = find(default if requested is None else requested)
+    spec = find(("cuda" if torch.cuda.is_available() else "cpu") if requested is None else requested)
     try:
         runtime = DeviceRuntime(spec)
-        device = torch.empty(0, device=spec.name).device  # the current one, with its index
-        processor = runtime.processor(device)
+        held = torch.zeros(1, pin_memory=spec.pinned).to(spec.name)
+        held.tolist()  # raises for a type without memory, such as meta
+        device, processor = held.device, runtime.processor(held.device)  # the current one, with its index
     except Exception as error:
         message = f"`device` {spec.name} is requested, but torch {torch.__version__} cannot open it: "
         reason = f"{describe_error(error).splitlines()[0]}; use another `device`"

@@ -101,7 +101,7 @@ class Registry:
         """Return the device type named ``name``. Raises UsageError, with the installed ones, if there is none."""
         if name not in self.devices:
             faults = "".join(f"; {fault}" for fault in self.broken if fault.name == f"device {name}")
-            text = f"`{Setting.DEVICE}` {name!r} is unknown; installed are {', '.join(self.devices)}"
+            text = f"`{Setting.DEVICE}` {name!r} is no device type; use {', '.join(self.devices)}, without an index"
             raise UsageError(text + (faults or (_MORE if self.broken else "")))
         return self.devices[name].value
 
@@ -126,7 +126,7 @@ class Registry:
         if found is not None and (holds is None or holds in found.holds):
             return found
         if faults := [str(broken) for broken in self.broken if broken.name == f"KV format {name}"]:
-            raise PluginError(f"`{setting}` {name}: {faults[0]}")
+            raise PluginError(f"`{setting}` {name}: {faults[0]}", settings=[setting])
         names = ", ".join(sorted(each for each, format in known.items() if holds is None or holds in format.holds))
         text = f"`{setting}` {name!r} is not a KV format{f' of {holds} rows' if holds else ''}; use one of {names}"
         raise UsageError(text + (_MORE if self.broken else ""), settings=[setting])
