@@ -1,4 +1,4 @@
-"""The contract and the plugins speak no command line: a setting has a key, and who shows it renders an option."""
+"""The contract and the plugins contain no command-line options: settings have keys, and the host renders them."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ DOCUMENTS = [
 FENCED = re.compile(r"```.*?```|<!-- (?:generated|sample).*?<!-- end -->", re.DOTALL)
 GENERATED = re.compile(r"<!-- generated: .*?<!-- end -->", re.DOTALL)
 MYPY_CACHE = ROOT / ".mypy_cache"
-"""What ``make types`` has left: it has read torch, which is almost all of the work."""
+"""Cache that ``make types`` leaves behind. It covers torch, which is almost all of the work."""
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -145,8 +145,8 @@ def test_the_page_on_conformance_leads_from_nothing_to_a_report(installed: Envir
 
 
 def test_the_guides_plugin_passes_strict_type_checks(project: Path, installed: Environment, tmp_path: Path) -> None:
-    """Against attnplug's types as its wheel brings them; what is built has to be a backend, too. The guide's wrapper
-    and the hosts' code are checked with it."""
+    """Types come from attnplug's wheel, and the built object must be a backend. The guide's wrapper and the hosts' code
+    are checked as well."""
     use, wrapper, host = (tmp_path / f"{name}.py" for name in ("use", "wrapper", "host"))
     wrapper.write_text(blocks(WRAPPING, "python")[0])
     host.write_text(blocks(HOSTING, "python")[0])

@@ -1,4 +1,4 @@
-"""Engines that replay real CUDA graphs: tokens as transformers', whatever comes and goes between the steps."""
+"""Engines that replay real CUDA graphs: the tokens are transformers', however requests come and go between steps."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_replayed_prefill_neither_waits_nor_allocates(oracles, model, backend)
     step = engine.scheduler.next_step()
     captured = graphs.fitting(step)
     with torch.inference_mode():
-        graphs.run(captured, step, engine.runner.sampler)  # which tells the device of new pages
+        graphs.run(captured, step, engine.runner.sampler)  # sends new pages to the device
         torch.cuda.synchronize()
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         with nothing_waits("cuda"):
@@ -168,7 +168,8 @@ def test_prefills_of_mla_without_prefixes_are_replayed_as_mha(oracles):
 @pytest.mark.parametrize("prefill", ["flashattention"])
 @pytest.mark.parametrize("model", ["llama", "deepseek_v3"])
 def test_short_prefills_are_replayed_where_who_prefills_cannot_be_captured(oracles, model, prefill, monkeypatch):
-    """``auto`` chose who prefills: graphs of extends are the other one's, and long ones stay where they are."""
+    """``auto`` chose the prefill backend. The decode backend captures extends for short prefills; long ones stay on the
+    prefill backend."""
     name = {"llama": "triton_mha", "deepseek_v3": "triton_mla"}[model]
 
     def build(selection, context):
@@ -183,7 +184,7 @@ def test_short_prefills_are_replayed_where_who_prefills_cannot_be_captured(oracl
 
     monkeypatch.setattr("attnplug_engine.execution.runner.build_selection", build)
     oracle = oracles(model)
-    sizes = (16, 64, 256, 700)  # given, because a busy GPU changes which ones pay
+    sizes = (16, 64, 256, 700)  # given, because on a busy GPU other sizes save time
     engine = Engine(
         oracle.folder, device="cuda", max_batch=4, ignore_eos=True, chunked_prefill_size=700,
         cuda_graph_prefill_sizes=sizes,
@@ -314,7 +315,7 @@ def test_alternating_backends_replay_graphs_of_their_own(oracles, model, names, 
 
 @pytest.mark.parametrize(("model", "settings"), BACKENDS[::3], ids=named)
 def test_drawn_tokens_depend_on_seeds_and_not_on_the_run(oracles, model, settings):
-    """Twice the same with graphs and overlap, and for requests with seeds whatever runs beside them."""
+    """Two runs with graphs and overlap give equal tokens, as do seeded requests beside any other requests."""
     need_libraries(settings)
     drawn = [SamplingParams(max_tokens=20, temperature=0.8, top_k=40, top_p=0.9, seed=number) for number in range(6)]
     common = {"device": "cuda", "max_batch": 8, "ignore_eos": True, **settings}

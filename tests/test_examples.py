@@ -25,7 +25,7 @@ CHECKS = {check.name: check for check in all_checks()}
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
-    """A function that runs a script and returns what it prints."""
+    """Function that runs a script and returns its output."""
     monkeypatch.syspath_prepend(EXAMPLES)
     names: list[str] = []
 

@@ -14,7 +14,7 @@ def test_every_fault_is_found_once_in_the_source(monkeypatch: pytest.MonkeyPatch
     spec = importlib.util.spec_from_file_location("gpu_faults", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "gpu_faults", module)  # where its dataclasses look for themselves
+    monkeypatch.setitem(sys.modules, "gpu_faults", module)  # dataclasses look up their module there
     spec.loader.exec_module(module)
     assert module.stale() == []
     assert all(fault.old != fault.new for fault in module.FAULTS)

@@ -1,4 +1,4 @@
-"""The engine over KV formats of other packages: tokens, prefix hits, bytes, sparse layers, and what is refused (E2)."""
+"""The engine over KV formats of other packages: tokens, prefix hits, bytes, sparse layers, and refusals (E2)."""
 
 from __future__ import annotations
 

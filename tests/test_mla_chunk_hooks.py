@@ -1,4 +1,5 @@
-"""Chunk planning of every MLA plugin under every way of serving: it plans what it must, and refuses in words (A4)."""
+"""Chunk planning of every MLA plugin in every serving setup: it plans what it must, and refuses the rest by name
+(A4)."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def serving_id(serving: object) -> str | None:
 
 
 every_serving = pytest.mark.parametrize("serving", SERVING, ids=serving_id)
-# Said once by torch on a CPU that has no bfloat16 instructions.
+# torch warns once on a CPU without bfloat16 instructions.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
 
@@ -62,7 +63,7 @@ class Stage:
         self.backend = self.scene.backend
 
     def batch(self, path: ExtendPath, captured: bool) -> ForwardBatch:
-        """A batch that somebody prepared for a path, whatever this backend claims."""
+        """A batch that is prepared for a path, whether or not this backend claims that path."""
         batch = self.scene.batch()
         parts = () if path is ExtendPath.ABSORBED else plan_extend(batch.geometry, path, CAPACITY)
         batch.geometry = replace(batch.geometry, captured=captured, calls=tuple(part.call for part in parts))
@@ -134,7 +135,7 @@ def test_it_plans_when_and_only_when_it_must(name, serving):
         for name, plugin in PLUGINS.items()
         for number, serving in enumerate(SERVING)
         for captured in (False, True)
-        # Who extends in latent space only, or not at all, has no path to choose.
+        # A backend that extends in latent space only, or not at all, has no path to choose.
         if number < 2 or (number in (4, 6) if not (plugin.as_mha and plugin.prefills) else not captured)
     ],
     ids=serving_id,

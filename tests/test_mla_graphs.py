@@ -1,4 +1,4 @@
-"""A decode captured where one backend prefills MLA and another decodes it."""
+"""Captured decodes where one backend prefills MLA and another decodes it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mla_plugins import PLUGINS
 
 @pytest.mark.parametrize("name", ["flashmla", "flashinfer_mla", "triton_mla"])
 def test_a_decode_is_captured_beside_flashattentions_prefill(name):
-    """A9: the graphs are the decode backend's, and the prefill backend is in nobody's way."""
+    """A9: the decode backend owns the graphs, and the prefill backend does not prevent them."""
 
     def build(context: BackendContext) -> SplitBackend:
         split = SplitBackend(PLUGINS["flashattention"].build(context), PLUGINS[name].build(context))
@@ -33,8 +33,7 @@ def test_a_decode_is_captured_beside_flashattentions_prefill(name):
     "name", [name for name, plugin in PLUGINS.items() if plugin.decodes and name != "torch_native"]
 )
 def test_graphs_of_one_shape_write_to_their_own_slots(name):
-    """B5: each is captured with memory of its own, and what is captured second does not write to the slots of the
-    first."""
+    """B5: every graph has memory of its own, so the second capture does not write to slots of the first."""
     plugin = PLUGINS[name]
     case = plugin.case(mla(((70, 1), (9, 1)), ForwardMode.DECODE, page_size=64, heads=16))
     stage = KernelScene(case, "cpu", plugin.build)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
 NAMES = {"flashmla": {"flashmla", "flashmla_sparse"}, "hybrid_linear": {"torch", "fla"}, "sparse": {"torch_sparse"},
          "kv_formats": set()}  # fmt: skip
-"""The backends of a plugin that has not one of its own name."""
+"""Backends of plugins without a backend of their own name."""
 
 
 def specs_of(folder: str) -> list[BackendSpec]:
@@ -71,7 +71,7 @@ def test_the_tables_that_a_package_ships_are_of_its_own_backends() -> None:
 
 
 def test_nothing_heavy_is_imported_to_list_or_to_refuse_it() -> None:
-    """``attnplug backends`` and ``explain`` stay quick, whatever is installed."""
+    """``attnplug backends`` and ``explain`` stay quick: they import no heavy library, whichever are installed."""
     code = """
 from attnplug import DType, GraphLevel, Problem, Role
 asked = {"kv_dtype": DType.FLOAT8_E4M3, "cuda_graph": GraphLevel.DECODE, "page_size": 64}

@@ -26,7 +26,7 @@ FLASHINFER_MLA = ROOT / "plugins" / "flashinfer_mla"
 
 @dataclass(frozen=True)
 class TinyPlugin:
-    """A distribution of one module: what is in it, and by which name its entry point goes."""
+    """A distribution with one module: its name, version, entry point and source."""
 
     distribution: str
     version: str
@@ -63,7 +63,7 @@ def attnplug_backends():
     return [{spec}]
 """
 
-# The plugins that cannot be used, and what must be said about each.
+# Plugins that cannot be used, and the text that each one's error must contain.
 BROKEN: dict[TinyPlugin, tuple[str, ...]] = {
     TinyPlugin("bad-import", "0.1", "bad_import", "import a_kernel_library_nobody_has"): (
         "ModuleNotFoundError",
@@ -140,7 +140,8 @@ def wheels(build_wheels: Callable[..., Path], tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module")
 def crowd(wheels: Path, fresh_environment: Callable[..., Environment]) -> Environment:
-    """The good plugin among all that are broken, one that prints and one that lacks a library. Nobody changes it."""
+    """Environment with the good plugin, all broken ones, one that prints and one that lacks a library. Tests only read
+    it."""
     return fresh_environment(wheels, GOOD, CHATTY.distribution, NEEDY.distribution, *names(BROKEN))
 
 
@@ -161,7 +162,7 @@ def by_status(rows: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def refused_politely(done: CompletedProcess[str], exit_code: int) -> str:
-    """The one message of a command that ends in an error: nothing on standard output, no traceback."""
+    """Error message of a command that fails: one message, nothing on standard output, no traceback."""
     assert (done.returncode, done.stdout) == (exit_code, ""), done
     assert "Traceback" not in done.stderr
     assert "error: " in done.stderr
@@ -262,8 +263,8 @@ class TestInstallAndUninstall:
     def test_each_broken_plugin_is_gone_once_uninstalled(
         self, wheels: Path, fresh_environment: Callable[..., Environment]
     ) -> None:
-        """D1, D2: one uninstall removes one plugin from the list, if it fails on import, ends the process or brings
-        what is no spec."""
+        """D1, D2: an uninstall removes exactly that plugin from the list, whether it fails on import, ends the process
+        or returns something other than a spec."""
         gone = ("bad-import", "bad-exit", "bad-type")
         environment = fresh_environment(wheels, "bad-mark", *gone)
         left = {"bad-mark", *gone}
@@ -291,7 +292,7 @@ class TestInstallAndUninstall:
         error = refused_politely(done, 1)
         assert "acme-attention 1.2.0" in error and "impostor 6.6.6" in error
 
-        # what the error says to do works: name the one to keep, or uninstall the other
+        # both remedies that the error names work: allow one plugin, or uninstall the other
         assert by_status(environment.backends(ATTNPLUG_PLUGINS=GOOD))["acme from acme-attention"] == "usable"
         assert by_status(environment.backends(ATTNPLUG_PLUGINS="impostor"))["acme from impostor"] == "usable"
         environment.uninstall(IMPOSTOR.distribution)
@@ -303,7 +304,7 @@ class TestInstallAndUninstall:
     def test_no_plugin_takes_the_embedded_backend_s_name(
         self, wheels: Path, fresh_environment: Callable[..., Environment]
     ) -> None:
-        """D2: who claims it is broken, with an error that names both, and the default stays usable."""
+        """D2: a plugin with this name is broken, its error names both distributions, and the default stays usable."""
         environment = fresh_environment(wheels, GOOD, USURPER.distribution)
         rows = environment.backends("--all")
         assert by_status(rows) == {
@@ -319,7 +320,8 @@ class TestGoodBackend:
     def test_it_passes_the_check_for_what_it_claims_and_refuses_the_rest(
         self, wheels: Path, fresh_environment: Callable[..., Environment]
     ) -> None:
-        """D1: an installed third-party backend runs through the real command; D3: what it does not claim is refused."""
+        """D1: an installed third-party backend runs through the real command. D3: cases that it does not claim are
+        refused."""
         arguments = ("--attention-backend", "acme", "--device", "cpu", "--backend-option", "acme.accumulate=float64")
         done = fresh_environment(wheels, GOOD, "attnplug-sparse").attnplug("check", *arguments, "--json")
         assert done.returncode == 0, done.stderr
@@ -339,7 +341,7 @@ class TestGoodBackend:
         ],
     )
     def test_a_wrong_option_is_refused_with_the_valid_ones(self, crowd: Environment, option: str, message: str) -> None:
-        """D3: an option that the plugin's dataclass does not know is an error that lists what it knows."""
+        """D3: an option that the plugin's dataclass does not have is an error that lists the valid ones."""
         arguments = ("--attention-backend", "acme", "--model", "tiny:llama", "--backend-option", option)
         error = refused_politely(crowd.attnplug("explain", *arguments), 2)
         assert message in error and "accumulate: one of float32, float64 = 'float32'" in error
@@ -428,7 +430,7 @@ class TestBrokenPlugins:
         assert crowd.attnplug("backends", ATTNPLUG_STRICT="0").returncode == 0
 
     def test_strict_mode_is_content_without_broken_plugins(self, crowd: Environment) -> None:
-        """D2: what the allow-list keeps out is not loaded, so it is not broken either."""
+        """D2: plugins that the allow-list blocks are not loaded, so they cannot be broken either."""
         rows = crowd.backends("--all", ATTNPLUG_STRICT="1", ATTNPLUG_PLUGINS=f"{GOOD},needy")
         assert {row["status"] for row in rows} == {"usable", "refused", "blocked"}
 
@@ -444,7 +446,7 @@ class TestBrokenPlugins:
 
 class TestListing:
     def test_broken_plugins_are_counted_and_shown_with_all(self, crowd: Environment) -> None:
-        """D2: without --all a broken plugin is not in the list, but nobody is left to think that it is not there."""
+        """D2: without --all the list omits broken plugins, but a message gives their number and names the option."""
         done = crowd.attnplug("backends")
         assert done.returncode == 0
         assert "bad" not in done.stdout
@@ -468,7 +470,7 @@ class TestListing:
             assert bool(row["reasons"]) == (row["status"] == "refused")
 
     def test_a_plugin_that_prints_does_not_spoil_the_json(self, crowd: Environment) -> None:
-        """D2: what a plugin prints while it loads goes to standard error."""
+        """D2: output of a plugin while it is loaded goes to standard error."""
         done = crowd.attnplug("backends", "--json")
         assert "chatty" in [row["name"] for row in json.loads(done.stdout)]
         assert "hello from chatty" in done.stderr and "hello" not in done.stdout
@@ -484,7 +486,7 @@ class TestListing:
 
     @pytest.mark.parametrize("flags", [(), ("--json", "--all")], ids=["table", "json"])
     def test_it_imports_neither_torch_nor_a_kernel_library(self, crowd: Environment, flags: tuple[str, ...]) -> None:
-        """D1: listing what is installed costs no import of what the backends run on."""
+        """D1: listing the installed backends does not import the libraries that they run on."""
         done = crowd.run("python", "-c", _RUN_AND_NAME_MODULES, "backends", *flags)
         assert done.returncode == 0, done.stderr
         imported = set(done.stderr.rpartition("imported: ")[2].split())
@@ -497,7 +499,7 @@ class TestAllowList:
         "allowed", ["acme-attention", "Acme_Attention", "acme", " acme , needy-not "], ids=lambda text: repr(text)
     )
     def test_it_allows_by_distribution_and_by_name(self, crowd: Environment, allowed: str) -> None:
-        """D1: ATTNPLUG_PLUGINS allows what it names; everything else but the embedded backend is blocked."""
+        """D1: ATTNPLUG_PLUGINS blocks all plugins that it does not name, except the embedded backend."""
         rows = crowd.backends("--all", ATTNPLUG_PLUGINS=allowed)
         assert {row["name"] for row in rows if row["status"] == "usable"} == {"acme", "torch_native"}
         assert {row["status"] for row in rows if row["name"] not in ("acme", "torch_native")} == {"blocked"}

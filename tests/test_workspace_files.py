@@ -126,7 +126,7 @@ def test_packages_depend_on_the_contract_version_that_their_specs_declare():
 
 
 def test_specs_declare_the_contract_as_a_literal():
-    """D4: a spec that declares whatever is installed can never be refused by the gate."""
+    """D4: a spec that declares the installed version, whichever that is, could never be refused."""
     examples = (*ROOT.glob("examples/*/src/*/plugin.py"), ROOT / "examples/write_kernels.py")
     plugins = (*ROOT.glob("plugins/*/src/*/plugin.py"), ROOT / "core/src/attnplug/torch_native/plugin.py")
     for path in (*plugins, *examples):

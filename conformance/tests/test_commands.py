@@ -61,7 +61,7 @@ def test_conform_repeats_one_comparison_of_bits(capsys):
 
 
 def test_conform_requests_levels_in_every_check(capsys):
-    """E3: a backend may run other kernels then, and one without the level refuses everything."""
+    """E3: a backend may run other kernels with a level. One without that level refuses every check."""
     arguments = ("conform", "torch_native", "--device", "cpu", "--check", "mha.decode.one_request")
     assert attnplug(*arguments, "--batch-invariant") == 0
     with raises_naming(UsageError, "'speed'"):
@@ -80,7 +80,7 @@ def test_conform_writes_a_report(suffix, tmp_path, capsys):
 
 @pytest.mark.long
 def test_processes_find_what_one_finds(tmp_path):
-    """In the order of the checks, with what they measured, whatever a process was given."""
+    """Reports have the same order and measured errors, however the checks are divided among processes."""
     found = []
     for jobs in ("1", "2"):
         path = tmp_path / f"{jobs}.json"

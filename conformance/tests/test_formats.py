@@ -224,7 +224,7 @@ WRITERS = {
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_broken_kernel_is_caught(name, monkeypatch):
-    """E2: also one that writes only values wrong, and whatever error is declared."""
+    """E2: a kernel is caught even if only its values are wrong, and even if a large error is declared."""
     make, check, message = WRITERS[name]
     monkeypatch.setattr(sys.modules["good_int8"], "make", make, raising=False)
     found = failures(replace(GOOD, error=0.99 if check == "kernel" else 0.02, kernels={"cpu": "good_int8:make"}))

@@ -35,6 +35,6 @@ def test_the_page_knows_how_many_mutants_there_are():
 
 
 def test_every_check_that_the_page_names_exists():
-    """In full, or as what several begin with."""
+    """The page names a check in full, or by a prefix that several share."""
     for name in re.findall(r"check `([\w.]+)`", PAGE):
         assert any(f".{name}" in check for check in CHECKS), name

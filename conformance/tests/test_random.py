@@ -178,7 +178,7 @@ def test_the_budget_is_kept_also_by_slow_backends(slow):
 
 
 def test_scores_that_are_all_zero_are_no_failure():
-    """Found by random cases: the only row that a token sees may have the score 0, of which nothing is a fraction."""
+    """Found by random cases: if a token sees one row with a score of 0, a relative error is undefined."""
     case = '{"lengths": [[0, 5]], "kind": "mla", "page_size": 16, "mla": [128, 32, 64], "mla_heads": 1, '
     case += '"dtype": "float32", "pages": "contiguous", "index": [8, 16, 11, null], "seed": 54032}'
     result = run_check(CHECKS["mla.random"], replace(subject("zeros", text("sparse")), random_case=case))

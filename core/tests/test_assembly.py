@@ -82,7 +82,7 @@ INSTALLED = Registry({"best": BEST, "good": GOOD})
 
 
 def failing(*names: str) -> Callable[[Selection], str]:
-    """Builds the backend chosen for prefill, and gives its name; these cannot be built."""
+    """Build function that returns the name of the backend chosen for prefill. Backends in ``names`` cannot be built."""
 
     def build(selection: Selection) -> str:
         chosen = selection.chosen(Role.PREFILL)
@@ -112,7 +112,7 @@ def test_auto_takes_the_next_with_a_warning_that_names_the_culprit() -> None:
 
 
 def test_another_backend_may_have_another_page_size() -> None:
-    """Pools are built after the choice, so the choice is made anew and not only the backend exchanged."""
+    """Pools are built after the choice, so the whole choice is made again instead of exchanging the backend."""
     can = claiming().capabilities
     best = backend("best", capabilities=replace(can, page_sizes=PageSizes.of(128)), preference=100)
     good = backend("good", capabilities=replace(can, page_sizes=PageSizes.of(48)))
@@ -140,7 +140,7 @@ def test_where_none_can_be_built_the_error_holds_every_reason() -> None:
     ids=["asked for", "asked for in one role", "given options", "strict mode"],
 )
 def test_it_is_never_replaced(registry: Registry, request_: BackendRequest) -> None:
-    """D3: what a user said about a backend is not dropped."""
+    """D3: a backend that the user asked for is not replaced by another one if it fails to build."""
     with raises_naming(BuildError, "best-dist 1.2", "no kernel image") as caught:
         build_chosen(registry, request_, PROBLEM, failing("best"))
     assert caught.value.backend is BEST
@@ -155,7 +155,7 @@ def test_a_mistake_in_what_was_asked_is_no_reason_to_go_on() -> None:
 
 
 def test_a_factory_that_refuses_its_options_is_wrong_usage_of_that_backend(monkeypatch: Any) -> None:
-    """D2, D3: who gave none did nothing wrong, so auto goes on."""
+    """D2, D3: if the user gave options, this is a usage error. If not, auto warns and takes the next backend."""
 
     def factory(context: Any) -> None:
         raise UsageError("split must be even")
@@ -197,7 +197,7 @@ def test_what_cannot_be_imported_is_left_out_before_anything_is_built(tmp_path: 
 
 @pytest.mark.parametrize("verify", [Role.PREFILL, Role.DECODE])
 def test_verify_goes_where_the_selection_says(monkeypatch: Any, verify: Role) -> None:
-    """A9: a choice that is stated and dropped on the way would be a wrong backend that runs."""
+    """A9: if the choice for verify were lost on the way, a wrong backend would run it."""
     built: dict[str, Recorder] = {}
 
     def factory(context: BackendContext) -> Recorder:
@@ -262,7 +262,7 @@ def test_no_ranking_dispatches_by_batch_if_levels_are_requested() -> None:
 
 
 class Turns:
-    """Ranks by name, and has all usable backends share every role; in some roles only these."""
+    """Ranking in which all usable backends share a role by turns, or only those that ``only`` lists for it."""
 
     def __init__(self, only: dict[Role, tuple[str, ...]] | None = None) -> None:
         self.only = only or {}
@@ -281,7 +281,7 @@ class TestShared:
 
     @pytest.fixture
     def built(self, monkeypatch: Any) -> dict[str, list[BackendContext]]:
-        """Contexts of the built backends by name. A backend claims what it declares, or what ``claims`` holds."""
+        """Contexts of the built backends by name. ``claims`` overrides the claims that a backend declares."""
         made: dict[str, list[BackendContext]] = {}
 
         def factory(context: BackendContext) -> Recorder:
@@ -328,7 +328,7 @@ class TestShared:
     def test_extends_in_graphs_are_left_to_the_one_that_can_unless_another_was_asked_for(
         self, built: dict[str, list[BackendContext]], changes: dict[str, Any], prefill: str, who: str | None
     ) -> None:
-        """Also without a schedule: ``a`` prefills and ``b`` decodes."""
+        """This also holds without a schedule, where ``a`` prefills and ``b`` decodes."""
         problem = replace(Problem(model(MLA), "cuda", wants_graphs=True, wants_prefill_graphs=True), **changes)
         able = replace(claiming().capabilities, max_speculative_tokens=8, mla_extend=frozenset(ExtendPath))
         levels = {"a": GraphLevel.UNIFORM, "b": GraphLevel.ALWAYS}
@@ -369,7 +369,7 @@ class TestShared:
     def test_one_that_cannot_be_built_is_left_out_and_the_choice_made_again(
         self, built: dict[str, list[BackendContext]], tmp_path: Path, monkeypatch: Any
     ) -> None:
-        """D2: also if it is not the one that is the best overall."""
+        """D2: this includes a backend that is not the best overall."""
         (tmp_path / "half_of_b.py").write_text("raise OSError('no kernel image')")
         monkeypatch.syspath_prepend(tmp_path)
         bad = backend("b", factory="half_of_b:build")

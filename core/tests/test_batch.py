@@ -76,7 +76,7 @@ class TestMarker:
 
     @pytest.mark.parametrize("shape", [(2, 8), (3, 6)], ids=["tokens", "requests"])
     def test_either_number_may_change_while_the_other_does_not(self, shape):
-        """B1: it records batch_size and the number of input tokens."""
+        """B1: a mark records both the batch size and the number of input tokens."""
         batch = make(2, tokens=6, mode=ForwardMode.EXTEND)
         batch.mark_forward_metadata_ready(replan_equivalent=True)
         reshape(batch, *shape)
@@ -103,7 +103,8 @@ class TestForwardPath:
         assert spy.planned == 1 and batch.plan is not None
 
     def test_forward_path_does_not_mark_its_own_plan(self):
-        """B1: a mark says that planning happened outside of it; what it planned itself it plans again."""
+        """B1: a mark stands for planning outside of the forward path. A batch that the forward path planned stays
+        unmarked and is planned again."""
         spy, batch = PlanningSpy(), make()
         plan_forward(spy, batch)
         assert batch.needs_forward_metadata_init()
@@ -125,7 +126,7 @@ class TestForwardPath:
         ids=["dict", "long", "none", "stranger", "mode", "text", "rows", "negative"],
     )
     def test_a_plan_that_is_none_of_this_batch_is_the_backends_fault(self, returned, named):
-        """B5: also where it set batch.plan itself."""
+        """B5: this includes a plan that the backend itself stored in ``batch.plan``."""
         spy, batch = PlanningSpy(), make(2)
         own = {
             "mode": Plan(spy.backend_id, ForwardMode.EXTEND, 2, None),
@@ -196,7 +197,7 @@ class TestOldFlag:
         assert spy.planned == 0
 
     def test_warning_points_at_the_caller_of_the_entry(self):
-        """B3: whoever still passes the flag learns where."""
+        """B3: the deprecation warning points at the line that still passes the flag."""
         with pytest.warns(DeprecationWarning, match="skip_attn_backend_init") as caught:
             plan_forward(PlanningSpy(), make(), skip_attn_backend_init=False)
         assert caught[0].filename == __file__
@@ -259,7 +260,7 @@ class TestPlanForForward:
         assert self.batch.plan_for(self.me, 3, decode=decode).query_rows == 0
 
     def test_part_of_another_instance_is_never_used(self):
-        """B5: of a wrapper's plan neither."""
+        """B5: this holds for parts of a wrapper's plan, too."""
         with_plan(self.batch, Plan(BackendId("wrapper"), ForwardMode.DECODE, 3, 15, parts=(self.plan,)))
         with raises_naming(PlanError, "instance"):
             self.batch.plan_for(BackendId("mine"), 3, decode=True)
@@ -372,5 +373,5 @@ class TestRepeatedChecks:
                 half.plan_for(self.me, half.num_tokens)
 
     def test_a_check_is_no_part_of_the_representation(self):
-        """Values alone: the plan would be shown twice."""
+        """The representation shows values only, or it would show the plan twice."""
         assert "checked" not in repr(self.batch)

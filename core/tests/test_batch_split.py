@@ -28,7 +28,7 @@ class TestSplit:
         ids=lambda f: f.name,
     )
     def test_every_field_goes_where_it_says(self, field):
-        """B4: tokens and requests to their half, what is shared to both, plans and marks to neither."""
+        """B4: fields by token or request are divided, shared fields go to both halves, plans and marks to neither."""
         batch = extend_batch()
         first, second = batch.split(2)
         if field in GEOMETRY:
@@ -51,7 +51,7 @@ class TestSplit:
         assert [half.geometry.lane for half in extend_batch().split(1, lanes=(0, 1))] == [0, 1]
 
     def test_without_exact_lengths_only_a_uniform_batch_can_be_split(self):
-        """The host does not know after which row."""
+        """Without them the host does not know at which row a ragged batch is divided."""
         uniform = make(3)
         uniform.geometry = dataclasses.replace(uniform.geometry, host=None)
         assert [half.num_tokens for half in uniform.split(1)] == [1, 2]
@@ -82,7 +82,7 @@ class TestSplit:
             Extended(**fields, mrope_positions=torch.zeros(6)).split(1)
 
     def test_undeclared_field_cannot_be_smuggled_in(self):
-        """B4, B6: what is not a field of the batch cannot become one; pools and coordinators least of all."""
+        """B4, B6: a batch rejects undeclared attributes, and no field of it is a pool, a coordinator or a backend."""
         with pytest.raises(AttributeError):
             extend_batch().hisparse_coordinator = object()
         names = {field.name for field in (*FIELDS, *GEOMETRY)}
@@ -99,7 +99,7 @@ class TestSplit:
         assert (first.num_tokens, second.num_tokens) == (1, 2)
 
     def test_padding_stays_at_the_end(self):
-        """It is the second half's: rows keep their order when both are put together again."""
+        """Padding belongs to the second half, so that rows keep their order when the halves are joined again."""
         batch = make(2, tokens=5)
         batch.input_ids = torch.arange(5)
         first, second = batch.split(1)

@@ -80,7 +80,7 @@ def context(**changes: Any) -> BackendContext:
 
 
 def backend(claims: Claims | None = None, **members: Any) -> Any:
-    """A factory of a backend with every hook, but for these members; ``None`` takes one away."""
+    """Factory of a backend with every hook. ``members`` replace some of its members; ``None`` removes one."""
     return lambda context: type("Made", (Recorder,), members)("fast", claims or Claims(cuda_graph=GraphLevel.ALWAYS))
 
 
@@ -94,7 +94,7 @@ def refused(built: Registered, page_size: int = 64) -> str:
 
 class TestHooks:
     def test_what_a_hook_may_ignore_is_a_parameter_of_it(self):
-        """A8: the table next to the protocols says nothing about what is not there."""
+        """A8: every argument that ``MAY_IGNORE`` lists for a hook is a parameter of that hook in the protocol."""
         assert all(names < set(hook_signatures()[hook].parameters) for hook, names in MAY_IGNORE.items())
 
     @pytest.mark.parametrize(
@@ -112,12 +112,12 @@ class TestHooks:
             assert f"{hook}(" in (text := refused(built)) and f"'{parameter}'" in text
 
     def test_a_method_that_does_not_take_what_is_given_by_name_is_refused(self, registered):
-        """A8: not at the first layer that is run."""
+        """A8: it is refused when it is built, not at the first layer that runs."""
         text = refused(registered(backend(forward_decode=lambda self, q, k, v, layer, batch: q)))
         assert "its forward_decode(q, k, v, layer, batch) cannot be called as forward_decode(" in text
 
     def test_a_linear_backend_plans_too(self, registered):
-        """A8: its role needs no forward_extend, but a plan."""
+        """A8: its role needs a planning method, but no forward_extend."""
         linear = context(roles=frozenset({Role.LINEAR}))
         build_backend(registered(backend(forward_extend=None, forward_decode=None)), linear)
         with raises_naming(BackendError, "init_forward_metadata"):
@@ -154,7 +154,7 @@ class TestHooks:
 
     @pytest.mark.parametrize("member", ["claims", "forward_extend", "forward_ragged"])
     def test_a_property_that_fails_is_attributed_to_the_backend(self, registered, member):
-        """D2: whoever looks at a backend runs its properties."""
+        """D2: an exception from a backend's property is reported as a build error of that backend."""
 
         def fail(self: Any) -> Any:
             raise SystemExit("not yet")
@@ -210,7 +210,7 @@ class TestClaims:
             build_backend(registered(lambda context: backend(Claims(**wrong))(context)), context())
 
     def test_a_list_is_read_as_a_set(self):
-        """As in Capabilities: what combines claims later need not care."""
+        """As in Capabilities, so that wrappers can combine claims."""
         assert Claims(mla_extend=["chunked", ExtendPath.ABSORBED]).mla_extend == {
             ExtendPath.CHUNKED,
             ExtendPath.ABSORBED,
@@ -282,7 +282,7 @@ class TestClaims:
         ids=["graphs", "lengths", "trees", "extras", "paths"],
     )
     def test_claims_that_fall_short_of_the_problem_are_an_error_with_both(self, registered, claims, asked, named):
-        """A9, D3: narrower than the spec is fine, but not where the problem needs what is left out."""
+        """A9, D3: a built backend may claim less than its spec, unless the problem needs what is missing."""
         capabilities = replace(EVERY_PATH, needs_cpu_seq_lens=False, extras={"lse", "sinks"})
         built = registered(backend(Claims(**claims)), capabilities=capabilities)
         build_backend(built, context(), Problem())
@@ -299,14 +299,14 @@ class TestClaims:
         ids=["sinks of other layers", "decode of MLA", "prefill without MLA"],
     )
     def test_what_its_own_role_does_not_need_may_be_left_out(self, registered, claims, layers, role):
-        """D3: it was selected for a role, and is held to that."""
+        """D3: a backend needs only the members of the role that it was selected for."""
         built = registered(backend(Claims(**claims)), capabilities=replace(EVERY_PATH, extras={"lse", "sinks"}))
         problem = Problem(ModelSpec("m", "test", layers, 4096))
         assert build_backend(built, context(roles=frozenset({role})), problem).claims == Claims(**claims)
 
 
 def test_a_cache_of_another_layout_than_the_spec_declares_is_refused(registered):
-    """D3: also if the host did not say how its cache lies when it chose."""
+    """D3: the layout is checked when the backend is built, since a host may not have given it at selection."""
     shape = (3, 2, 64, MLA.mla.row_dim)
     pool = MLAPool.over([MLA], {0: torch.zeros(shape)[:, 0]}, "pages tokens dim", page_size=64, dtype=DType.FLOAT32)
     own = context(pools=KVPools(mla=pool))

@@ -131,7 +131,7 @@ def test_every_wrong_field_is_named_at_once() -> None:
     ids=str,
 )
 def test_a_capability_of_the_wrong_type_is_an_error_that_names_it(wrong: dict[str, Any]) -> None:
-    """D2: what is wrong at load time must not raise in the middle of a choice."""
+    """D2: a wrong type is rejected at load time, so that it cannot raise during selection."""
     with pytest.raises(PluginError) as caught:
         claiming(**wrong)
     assert next(iter(wrong)) in str(caught.value)
@@ -166,7 +166,7 @@ def test_cache_types_left_out_are_those_of_the_activations() -> None:
 
 
 def test_token_major_and_head_major_are_one_layout_of_mla_alone() -> None:
-    """A latent row is one head: whoever reads its pages under one name reads them under the other."""
+    """A latent row has one head, so both layouts describe the same MLA pages. For MHA they differ."""
     one_head, many = Capabilities({"mla"}, {"cpu"}, {"float16"}), Capabilities({"mla", "mha"}, {"cpu"}, {"float16"})
     assert one_head.layouts == {CacheLayout.TOKEN_MAJOR, CacheLayout.HEAD_MAJOR}
     assert many.layouts == {CacheLayout.TOKEN_MAJOR}
@@ -174,7 +174,7 @@ def test_token_major_and_head_major_are_one_layout_of_mla_alone() -> None:
 
 
 def test_capabilities_become_claims() -> None:
-    """A9: what a spec says is what a backend claims."""
+    """A9: the capabilities that a spec declares become the claims of its backend."""
     sizes = PageSizes.of(64)
     capabilities = replace(
         EVERYTHING, page_sizes=sizes, needs_cpu_seq_lens=False, cuda_graph=GraphLevel.DECODE, extras={"lse"}

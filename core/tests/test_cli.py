@@ -42,7 +42,7 @@ def test_the_version_is_that_of_the_distribution_and_the_contract(attnplug: Attn
     assert outcome.out == f"attnplug {version}, contract {CONTRACT_VERSION}\n"
     assert version.startswith(f"{CONTRACT_VERSION}.")
     assert contract_problem(".".join(version.split(".")[:2])) is None, "the gate runs plugins of this version"
-    if "rc" not in version:  # which is below its version for pip
+    if "rc" not in version:  # pip sorts it below its version
         assert requirement_refusal(f"attnplug{core_range(parse_contract(CONTRACT_VERSION))}") is None
 
 
@@ -68,7 +68,7 @@ def test_a_command_line_that_cannot_be_read_is_wrong_usage(attnplug: Attnplug, a
 
 
 def test_a_crash_in_native_code_prints_a_stack(attnplug: Attnplug, monkeypatch: pytest.MonkeyPatch) -> None:
-    """D2: of which one line names the plugin that was loading."""
+    """D2: faulthandler is enabled once, on standard error. One line of its stack names the plugin that was loading."""
     enabled: list[int] = []
     monkeypatch.setattr("faulthandler.is_enabled", lambda: bool(enabled))
     monkeypatch.setattr("faulthandler.enable", enabled.append)

@@ -1,4 +1,4 @@
-"""attnplug backends: what it lists, and that no plugin spoils the list."""
+"""``attnplug backends``: contents of the list, and that no plugin can spoil it."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_plugin_that_interrupts_is_named(attnplug: Attnplug, package: Package)
 def test_a_plugin_that_prints_does_not_spoil_json(
     package: Package, tmp_path: Path, arguments: list[str], on_import: str, in_check: str
 ) -> None:
-    """Below Python too: what prints on import is mostly a C library."""
+    """Output below Python is redirected, too: what prints on import is mostly a C library."""
     fields = f'{{"check": lambda problem, role, options: {in_check} or []}}'
     package("noisy", on_import + PLUGIN.format(name="noisy", capabilities="{}", fields=fields))
     outcome = in_own_process(*arguments, path=tmp_path)
@@ -203,7 +203,7 @@ def test_damaged_metadata_of_another_installation_is_isolated(package: Package, 
 
 
 def test_a_file_of_entry_points_that_cannot_be_read_is_named(package: Package, tmp_path: Path) -> None:
-    """Python itself gives up there; a person must learn that it is not attnplug, and which file."""
+    """Python itself raises there. The error names the file and shows that attnplug is not at fault."""
     package("fast")
     (tmp_path / "fast_dist-1.2.3.dist-info" / "entry_points.txt").write_text("[attnplug.plugins]\nno equals sign\n")
     outcome = in_own_process("backends", "--all", path=tmp_path)

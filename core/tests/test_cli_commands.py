@@ -92,7 +92,7 @@ def test_a_broken_command_is_one_warning_and_an_error_if_it_is_run(
 
 @pytest.mark.parametrize("entry", ["no equals sign", "greet = ", "greet = not a module:"])
 def test_entry_points_that_cannot_be_read_are_named(attnplug: Attnplug, bring: Bring, entry: str) -> None:
-    """D2: Python itself gives up there, for all packages together."""
+    """D2: Python itself raises there, for all packages together."""
     bring("rude", entry=entry)
     bring("polite", "wave", GOOD.replace("greet", "wave"))
     listed = attnplug("--help")

@@ -31,7 +31,7 @@ def test_a_script_knows_every_command_and_option(attnplug: Attnplug, shell: str)
 
 
 @needs_bash
-@pytest.mark.parametrize("shell", ["bash", "zsh"])  # what zsh's has of the language is bash's, too
+@pytest.mark.parametrize("shell", ["bash", "zsh"])  # the zsh script uses syntax of bash only
 def test_a_script_is_well_formed(attnplug: Attnplug, shell: str) -> None:
     subprocess.run(["bash", "-n"], input=attnplug("completion", shell).out, text=True, check=True)
 

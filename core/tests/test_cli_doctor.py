@@ -1,4 +1,4 @@
-"""``attnplug doctor``: whatever is wrong with the environment is in the report, and the report is always there."""
+"""``attnplug doctor``: the report always appears and contains every fault of the environment."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def library(tmp_path: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def libraries(report: Report) -> dict[str, str]:
-    """Every library is reported, whatever one of them does."""
+    """Kernel libraries of the report. All are listed, even if probing one of them fails."""
     found = report()["kernel libraries"]
     assert list(found) == list(LIBRARIES)
     return found
@@ -299,7 +299,7 @@ def test_sections_are_found_out_at_the_same_time_and_given_in_order(
     meeting = threading.Barrier(3)
 
     def meet(*_: object) -> dict[str, Any]:
-        meeting.wait(timeout=60)  # one after the other they would wait in vain
+        meeting.wait(timeout=60)  # run one after the other, they would time out
         return {**NO_PLUGINS, **NO_TORCH}
 
     for name in ("_probe_torch", "_kernel_libraries", "_probe_plugins"):
@@ -311,7 +311,7 @@ def test_sections_are_found_out_at_the_same_time_and_given_in_order(
 
 
 def test_a_terminal_shows_the_running_probes(capsys: pytest.CaptureFixture[str]) -> None:
-    """In one line, which a part of the report takes the place of."""
+    """They are shown in one line, which the next part of the report replaces."""
     terminal = io.StringIO()
     probes = doctor.Probes(terminal)
     assert probes.run("flashinfer", "answer = {'a': 1}") == {"a": 1}
@@ -354,7 +354,7 @@ def test_stop_kills_running_probes(tmp_path: Path) -> None:
 
 
 def test_a_report_that_cannot_be_written_waits_for_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupt, or a reader that is gone: what runs is ended, so that the command ends at once."""
+    """After an interrupt, or if the reader is gone, running probes are ended so that the command ends at once."""
     stopped = []
 
     class Watched(doctor.Probes):
@@ -378,7 +378,7 @@ def test_a_report_that_cannot_be_written_waits_for_no_probe(monkeypatch: pytest.
 def test_a_usable_backend_whose_factory_cannot_be_imported_is_reported(
     report: Report, plugin: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """D2: metadata does not tell."""
+    """D2: metadata alone does not show such a fault."""
     plugin("fast", PLUGIN.format(name="fast"))
 
     def probe(probes: doctor.Probes, factories: Callable[[], dict[str, str]]) -> dict[str, Any]:
@@ -475,7 +475,7 @@ def test_a_plugin_that_takes_the_process_down_does_not_take_the_report(
 ) -> None:
     """It always prints and never fails: a plugin may import a kernel library although it must not."""
     plugin("crash", "import os; os.abort()")
-    for name in ("torch", "triton", "flashinfer"):  # whose imports take seconds
+    for name in ("torch", "triton", "flashinfer"):  # their imports take seconds
         (tmp_path / f"{name}.py").write_text("raise ImportError('a stand-in')")
     done = subprocess.run(
         [sys.executable, "-m", "attnplug", "doctor"],

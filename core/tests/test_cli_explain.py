@@ -1,4 +1,4 @@
-"""attnplug explain: what it prints and returns for a model, and what it says where that cannot be."""
+"""``attnplug explain``: its output and exit code for a model, and its errors where there is nothing to explain."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_levels_of_invariance_are_shown_and_requested(attnplug: Attnplug, packag
 
 
 def test_a_gpu_that_does_not_suit_is_not_an_option_to_change(attnplug: Attnplug, package: Package) -> None:
-    """D3: whoever runs a model cannot give another GPU."""
+    """D3: this refusal names no option, because the user cannot exchange the GPU."""
     package("blackwell", capabilities='{"devices": ["cuda"], "min_sm": 100}')
     arguments = ("explain", "--model", "tiny:llama", "--sm", "90", "--attention-backend", "blackwell")
     (found,) = (c for c in attnplug(*arguments, "--json").json["prefill"]["candidates"] if c["name"] == "blackwell")

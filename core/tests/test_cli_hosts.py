@@ -68,7 +68,7 @@ def test_the_hosts_problem_is_explained_with_its_setting_names(attnplug: Attnplu
 def test_backends_share_roles_where_the_host_goes_by_batch(
     attnplug: Attnplug, bridge: Bridge, monkeypatch: pytest.MonkeyPatch, per_batch: bool
 ) -> None:
-    """D3: what is explained is what the bridge runs."""
+    """D3: ``explain`` ranks backends per batch exactly if the bridge does so at run time."""
     asked: list[bool] = []
 
     def ranking(registry: object, problem: Problem, *, per_batch: bool = False) -> object:

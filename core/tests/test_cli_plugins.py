@@ -17,7 +17,7 @@ def no_commands_or_hosts_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_core_alone_lists_what_it_provides(attnplug: Attnplug) -> None:
-    """D1: entry points define what is installed; there is no list of what could be."""
+    """D1: installed plugins are listed from entry points; there is no list of available ones."""
     outcome = attnplug("plugins")
     assert (outcome.code, outcome.err) == (0, "")
     assert "attnplug 1.0.0rc1" in outcome.out and "torch_native" in outcome.out

@@ -18,7 +18,7 @@ test_conforms, test_enough_is_claimed = conformance_tests(SUBJECTS[0])
 
 @pytest.mark.long
 def test_conforms_with_every_level_of_invariance_requested() -> None:
-    """E3: it runs other operations then, which must agree with float64 everywhere."""
+    """E3: it then runs other operations, which must agree with float64, too."""
     verdict = run_checks(replace(SUBJECTS[0], invariant=frozenset(INVARIANCE), budget=5.0), all_checks())
     assert not [result.message for result in verdict.results if result.status is Status.FAILED]
     assert not verdict.problems

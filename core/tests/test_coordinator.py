@@ -1,4 +1,4 @@
-"""The coordinator's protocol: what every one has, whoever builds it (A10)."""
+"""The coordinator's protocol: members that every implementation has (A10)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several backends that share their roles: who plans a batch, who runs it, and what all of them claim together."""
+"""Several backends that share roles: which child plans and runs a batch, and their combined claims."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def batch(lengths: Sequence[int], mode: ForwardMode = DECODE, new: int = 1, **ch
 
 
 def test_an_extend_is_planned_by_the_backend_that_is_the_fastest_for_all_of_its_requests() -> None:
-    """Uneven prompts and mixed batches by their totals; without exact lengths, by the mean request."""
+    """Uneven prompts and mixed batches are timed by their totals, or by the mean request without exact lengths."""
     points = [(1, 256, 256), (1, 4096, 256), (32, 2049, 1)]
     times = {"few": dict(zip(points, (1.0, 9.0, 9.0), strict=True)), "many": dict.fromkeys(points, 3.0)}
     children = {name: Recorder(name) for name in times}
@@ -114,14 +114,16 @@ class TestWhoPlans:
         ],
     )
     def test_a_batch_is_planned_by_the_fastest_for_its_mean_length(self, given: ForwardBatch, who: str) -> None:
-        """By what the host says is typical, else by exact lengths if it has them, else by their bound."""
+        """The length is taken from the host's typical lengths, else from exact host lengths, else from the upper
+        bound."""
         plan = self.both.init_forward_metadata(given)
         assert plan.planner is self.both.backend_id and plan.planner_names() == [who]
         captured = self.both.init_forward_metadata_out_graph(given, in_capture=True)
         assert captured.planner_names() == [who]
 
     def test_a_graph_whose_lengths_nobody_knows_is_planned_by_the_best_over_all(self) -> None:
-        """By the same child at every replay, whatever lengths the device has by then."""
+        """The child is the best over all lengths up to the bound, and the same at every replay, for any lengths on the
+        device."""
         times = {(1, 64, 1): (1, 9), (1, 900, 1): (3, 2), (8, 64, 1): (3, 2), (8, 900, 1): (1, 9)}
         times |= {(8, 64, 1, True): (9, 1), (8, 900, 1, True): (1, 3)}
         schedule = BackendSchedule(
@@ -143,7 +145,7 @@ class TestWhoPlans:
     @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.MIXED])
     @pytest.mark.parametrize("level", [GraphLevel.DECODE, GraphLevel.UNIFORM])
     def test_extends_in_graphs_go_to_the_child_that_takes_them(self, level: GraphLevel, mode: ForwardMode) -> None:
-        """A9: claims stay the weakest, and all else goes by roles."""
+        """A9: claims remain the weakest of all, and all other batches go by role."""
         prefill, decode = (
             Recorder("prefill", Claims(cuda_graph=level)),
             Recorder("decode", Claims(cuda_graph=GraphLevel.ALWAYS)),
@@ -166,7 +168,8 @@ class TestWhoPlans:
         assert self.both.fastest(batch([60] * 500 + [300] * 40).geometry) == "short"
 
     def test_the_plan_of_a_graph_is_made_once_if_its_child_makes_it_once(self) -> None:
-        """A replay costs no more than a look; another plan of the child's is another plan."""
+        """If the child returns the same plan again, a replay reuses the wrapper's plan. Another plan of the child gets
+        one of its own."""
         given = batch([50], host=None, typical=TypicalLens(50, 50))
         one, other = (Plan(self.short.backend_id, DECODE, 1, None) for _ in range(2))
         made = iter([one, one, other, one])
@@ -177,7 +180,8 @@ class TestWhoPlans:
         assert found[0] is found[1] is found[3]
 
     def test_requests_that_differ_have_a_fastest_backend_of_their_own(self) -> None:
-        """On the host, by what is typical, and in the length ranges that are captured."""
+        """Batches of unequal lengths use the ragged times: with exact host lengths, with typical lengths, and in
+        captured length ranges."""
         schedule = BackendSchedule(
             {"even": {(8, 64, 1): 1.0, (8, 64, 1, True): 3.0}, "ragged": {(8, 64, 1): 2.0, (8, 64, 1, True): 2.0}}
         )
@@ -202,7 +206,7 @@ class TestWhoPlans:
         assert found == [["a"], ["b"], ["b"], ["a"]]
 
     def test_roles_have_schedules_of_their_own_or_one_backend(self) -> None:
-        """A9: and whose verify is, is said as for a split."""
+        """A9: ``verify`` names the role whose backend verifies, as for a split."""
         one = FastestBackend(
             {"short": self.short, "long": self.long},
             {Role.PREFILL: "long", Role.DECODE: by_length("short", "long")},
@@ -219,7 +223,8 @@ class TestWhoRuns:
 
     @pytest.mark.parametrize("nested", ["alone", "split", "hybrid"])
     def test_every_layer_runs_on_the_child_that_planned(self, nested: str) -> None:
-        """B5: the plan decides, and not what the schedule would say of a batch whose length is another by now."""
+        """B5: layers run on the child that planned, even if the schedule would choose another one for the batch's new
+        length."""
         model = ModelSpec("m", "test", (LINEAR, FULL), 64)
         outer: AttentionBackend = {
             "alone": lambda: self.both,
@@ -257,7 +262,7 @@ class TestWhoRuns:
         assert one.forward_decode(q, None, None, FULL, given) is q, "a child's own plan is a plan of the child"
 
     def test_a_plan_tells_what_its_maker_claims(self) -> None:
-        """Less is promised for all batches than for this one."""
+        """The planner of one batch may claim more than the wrapper, whose claims hold for all batches."""
         extras = {"short": {"lse", "q_rope"}, "long": {"lse"}}
         children = {name: Recorder(name, Claims(extras=frozenset(found))) for name, found in extras.items()}
         both = FastestBackend(children, {Role.DECODE: by_length("short", "long")})
@@ -270,7 +275,7 @@ class TestWhoRuns:
 
 
 class TestRagged:
-    """C1, C2: the calls of an MLA prefill have no batch, so their plan says whose they are."""
+    """C1, C2: the calls of an MLA prefill carry no batch, so their plan identifies the child that runs them."""
 
     def backend(self, *children: Any) -> FastestBackend:
         named = dict(zip(("short", "long"), children, strict=True))

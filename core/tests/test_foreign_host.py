@@ -134,7 +134,7 @@ class Host:
 
 
 def attention(layer: LayerSpec, pools: KVPools) -> ModelAttention:
-    """Chosen and built as a host does, before anything of a batch is known."""
+    """Attention chosen and built as by a host, before any batch is known."""
     problem = Problem(ModelSpec("hosted", "test", (layer,), 64), "cpu", None, DType.FLOAT32, DType.FLOAT32, PAGE)
     selection = select(load_registry(), BackendRequest("torch_native"), problem)
     context = HostContext(
@@ -256,7 +256,7 @@ def test_a_pool_that_is_not_as_the_context_says_is_refused(other):
 
 
 def test_bounds_alone_are_refused_before_anything_is_built():
-    """A host that has no exact lengths learns it from the choice; one that goes on anyway, when it plans."""
+    """A host without exact lengths is refused at selection. If it builds the backend anyway, planning refuses."""
     problem = Problem(ModelSpec("hosted", "test", (GQA,), 64), "cpu", exact_lengths=False)
     with pytest.raises(SelectionError) as refused:
         select(load_registry(), BackendRequest("torch_native"), problem)

@@ -1,4 +1,4 @@
-"""Geometry: where the cache rows of a batch lie, against the definition."""
+"""Geometry: positions of a batch's cache rows, against their definition."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from attnplug_testing.errors import raises_naming
 
 
 def expected(table: torch.Tensor, lens: Sequence[int], page_size: int) -> list[list[int]]:
-    """One division for every row, as the definition has it."""
+    """Slots by their definition: one division for each row."""
     return [
         [
             int(pages[position // page_size]) * page_size + position % page_size
@@ -35,7 +35,7 @@ def expected(table: torch.Tensor, lens: Sequence[int], page_size: int) -> list[l
 def test_slots_of_whole_requests(
     slots: Callable[..., torch.Tensor], page_size: int, lens: list[int], spare: int
 ) -> None:
-    """A shorter request repeats its own last slot, whatever its table holds after its last page."""
+    """Behind a shorter request's end its last slot is repeated. Table entries behind its last page are not used."""
     width = -(-max(lens) // page_size) + spare
     table = torch.randperm(len(lens) * width, dtype=torch.int32).view(len(lens), width)
     for row, length in zip(table, lens, strict=True):
@@ -80,7 +80,7 @@ class TestNewSlots:
         padding=st.integers(0, 3),
     )
     def test_the_device_finds_what_the_host_does(self, device, lengths, page_size, padding):
-        """And -1 for rows that no request has: the host gave an upper bound."""
+        """Rows that only the host's upper bound includes get -1."""
         new, totals = [n for _, n in lengths], [before + n for before, n in lengths]
         width = -(-max(totals) // page_size) + 1
         table = torch.randperm(len(lengths) * width, dtype=torch.int32).view(len(lengths), width).to(device)
@@ -95,7 +95,7 @@ class TestNewSlots:
         assert unknown.new_slots().tolist() == known.new_slots().tolist() + [-1] * padding
 
     def test_a_padded_request_has_no_slots(self):
-        """Its length is 0, whatever rows it has in a uniform batch."""
+        """A request of length 0 gets slots of -1, although it has rows in a uniform batch."""
         table = torch.tensor([[7, 5], [9, 9]], dtype=torch.int32)
         lens = torch.tensor([5, 0], dtype=torch.int32)
         made = Geometry(ForwardMode.TARGET_VERIFY, table, lens, 4, rows=4, max_seq_len=8, max_new=2)
@@ -140,7 +140,7 @@ class TestLengths:
         assert unknown.with_host_lengths().new_slots().tolist() == [8, 9, 5]
 
     def test_what_a_host_gives_beside_its_lengths_is_kept(self):
-        """Memory that a graph reads among it: a copy of the lengths would not change with them."""
+        """This includes memory that a graph reads: a copy of the lengths would not follow later changes."""
         lens = torch.tensor([6, 2], dtype=torch.int32)
         given = {"seq_lens": lens, "state_slots": torch.tensor([3, 4]), "lane": 1, "captured": True}
         table = torch.zeros(2, 3, dtype=torch.int32)

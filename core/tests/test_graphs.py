@@ -48,7 +48,7 @@ def captures(
 
 
 def test_a_shape_is_captured_once_and_found_at_every_replay() -> None:
-    """B2: whatever else was captured since."""
+    """B2: a replay finds the plan of its shape, even if other shapes were captured since."""
     kept = captures()
     first, other = kept.plan(batch(), capture), kept.plan(batch(VERIFY, 2, 6), capture)
     assert (first.query_rows, other.query_rows) == (2, 6)
@@ -65,7 +65,8 @@ def test_lanes_share_neither_plans_nor_memory() -> None:
 
 
 def test_a_shape_with_new_lens_is_another_one() -> None:
-    """Its rows are divided by what the device says at each replay, those of a uniform one evenly."""
+    """A ragged batch divides its rows by device lengths at each replay, a uniform one evenly. So they do not share a
+    plan."""
     kept = captures()
     even, divided = kept.plan(batch(VERIFY, 2, 6), capture), kept.plan(batch(VERIFY, 2, 6, ragged=True), capture)
     assert even is not divided

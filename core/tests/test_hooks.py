@@ -14,7 +14,7 @@ from attnplug_testing.errors import raises_naming
 
 OFFERED = ("forward_batch", "disable_flashinfer_ragged")
 OFFER = (OFFERED, ("disable_flashinfer_ragged",))
-"""What is offered, and what of it a hook may ignore."""
+"""Arguments that are offered, and those of them that a hook may ignore."""
 
 
 def call(hook: Any) -> Any:
@@ -121,7 +121,7 @@ def test_decorator_that_takes_anything_is_seen_through():
 
 
 def test_decorator_with_parameters_of_its_own_is_called_by_those():
-    """__wrapped__ says what stands behind; the call still lands on the wrapper."""
+    """``__wrapped__`` leads to the decorated function, but a call reaches the wrapper, so its signature counts."""
 
     def narrow(function):
         @functools.wraps(function)
@@ -165,7 +165,8 @@ def test_keyword_only_required_parameter_that_nobody_offers_is_refused():
 
 @pytest.mark.parametrize("hook", [lambda q, call: q, lambda: None, lambda q, stream=None, lse=None, /: q])
 def test_what_the_caller_needs_honoured_is_never_dropped(hook):
-    """A8: only what a hook may ignore; without lse, whoever merges would read what nobody wrote."""
+    """A8: only arguments that a hook may ignore are dropped. Without ``lse``, a merge would read uninitialized
+    memory."""
     with pytest.raises(HookError, match=r"SimpleNamespace.hook\(.*\) does not accept .*'lse'.*Add the parameter"):
         bind_hook(SimpleNamespace(hook=hook), "hook", ("q", "call", "lse"), ("call",))
 

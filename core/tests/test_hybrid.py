@@ -37,7 +37,7 @@ ROWS = torch.ones(2, 1, 8)
 
 
 class Full:
-    """A full-attention backend with a two-parameter chunk hook; remembers what was asked of it."""
+    """A full-attention backend with a two-parameter chunk hook that records its calls."""
 
     def __init__(self, name: str = "full", claims: Claims | None = None) -> None:
         self.backend_id, self.claims = BackendId(name), claims or Claims(cuda_graph=GraphLevel.ALWAYS)
@@ -76,7 +76,7 @@ class Full:
 
 
 class Linear(Full):
-    """As far as planning goes the same; runs what linear layers ask for."""
+    """A linear backend that plans like ``Full`` and runs the operations of linear layers."""
 
     def __init__(self, name: str = "linear", claims: Claims | None = None) -> None:
         super().__init__(name, claims or Claims(cuda_graph=GraphLevel.DECODE, needs_cpu_seq_lens=False))
@@ -153,7 +153,7 @@ class TestRouting:
             hybrid.forward_extend(ROWS, None, None, stranger, planned(hybrid, ForwardMode.EXTEND))
 
     def test_full_layers_need_a_full_backend_when_it_is_built(self):
-        """A7: an id that nobody serves is an error at construction."""
+        """A7: a layer id without a backend is an error at construction."""
         with raises_naming(BackendError, "layer 1", "half"):
             HybridLinearBackend(None, Linear(), MODEL)
 

@@ -56,7 +56,7 @@ def test_a_folder_imports_only_from_those_below_it():
 
 
 def test_core_has_at_most_13_000_lines():
-    """Core is only what a backend and a host need in order to work together, and the basic commands."""
+    """Core contains only what backends and hosts need to work together, and the basic commands."""
     assert sum(path.read_text().count("\n") for path in MODULES.values()) <= 13_000
 
 

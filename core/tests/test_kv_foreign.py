@@ -24,10 +24,10 @@ SLOTS = PAGES * PAGE
 
 @dataclass(frozen=True)
 class Memory:
-    """One layer's memory as a host has it: the shape of its tensor, its dimensions' names, and what K and V are of it.
+    """KV memory of one layer as a host allocates it: tensor shape, names of dimensions, and the positions of K and V.
 
-    ``order`` is that of the dimensions in memory: a host may hand out a permuted view of what it allocated. ``parts``
-    find slot ``s`` of keys and of values in the tensor, by plain indexing: the reference.
+    ``order`` is the order of the dimensions in memory: a host may pass a permuted view of its allocation. ``parts``
+    find slot ``s`` of keys and of values in the tensor by plain indexing, as a reference.
     """
 
     layout: str
@@ -395,7 +395,7 @@ def test_layers_may_interleave_in_one_allocation() -> None:
 
 @pytest.mark.parametrize("offset", range(0, 40, 4))
 def test_overlap_is_found_exactly(offset: int) -> None:
-    """Against a count of who touches which element."""
+    """Layers are refused exactly if an element of memory belongs to both, by a count per element."""
     memory, counts = torch.zeros(400), torch.zeros(400, dtype=torch.int64)
     shape, strides = (5, 4, 1, 3), (40, 8, 8, 1)
     views = [memory[start:].as_strided(shape, strides) for start in (0, offset)]

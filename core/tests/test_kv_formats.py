@@ -153,7 +153,7 @@ def test_a_wrong_result_of_the_hook_is_reported(install: Install, result: object
     registry = load_registry([EMBEDDED, install(also(module(), attnplug_kv_formats=result))], {})
     (broken,) = registry.broken
     assert "KVFormat" in broken.error and "float32" in registry.kv_formats
-    with raises_naming(UsageError, "acme_int8", "attnplug plugins"):  # which says what is wrong with it
+    with raises_naming(UsageError, "acme_int8", "attnplug plugins"):  # this command shows the fault
         registry.kv_format("acme_int8")
 
 
@@ -271,7 +271,7 @@ def test_a_codec_that_contradicts_its_declaration_is_one_line_before_memory_is_a
 ) -> None:
     """E2"""
     format = codec(**functions)
-    monkeypatch.setattr("attnplug.kv.row_pool.PageLayout", None)  # of which memory is allocated
+    monkeypatch.setattr("attnplug.kv.row_pool.PageLayout", None)  # pools need it to allocate memory
     for make in (lambda: MHAPool([LAYER], **SIZE, dtype=format), lambda: MHAPool.all_formats([LAYER], format)):
         with raises_naming(PluginError, "acme_int8", *named) as error:
             make()

@@ -1,4 +1,4 @@
-"""PageLayout and split_table: the same memory, whatever the order in it and the size of a page."""
+"""PageLayout and split_table: the same memory in every order of dimensions and with every page size."""
 
 from __future__ import annotations
 

@@ -285,7 +285,7 @@ def test_slots_outside_the_pool_are_refused(layout: LayoutName, slot: int) -> No
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_marks_padding_cannot_be_read(layout: LayoutName) -> None:
-    """Indexing would give the last row for it."""
+    """Slot -1 is refused: indexing with it would return the last row."""
     with raises_naming(PoolError, "-1 to 3", "0 to 19"):
         mha_pool(layout=layout).read_keys(0, torch.tensor([3, -1]))
 

@@ -1,4 +1,4 @@
-"""Rows in the pools: what is written at a slot is read back, in every layout and type, and nothing else moves."""
+"""Rows in the pools: in every layout and type, a written slot reads back its row and no other slot changes."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ SLOTS = [[-1, 6, -1, 17, 3], [6, -1], [-1, -1, 19], [-1], [-1] * 4, [], [19, 0, 
 
 
 def test_the_kernel_asks_amd_for_nothing_that_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There a capability of 9.4 is no Hopper's, and Triton refuses options that are not its own."""
+    """On AMD, a capability of 9.4 is not Hopper, and Triton refuses options of other GPUs."""
     options = pytest.importorskip("triton.backends.amd.compiler").HIPOptions
     from attnplug.kv import triton_rows
 
@@ -203,7 +203,7 @@ def bits(cache: torch.Tensor) -> torch.Tensor:
     "layout", [PageLayout.named("token_major", 5, 4, 3, 20), PageLayout.named("head_major", 5, 4, 3, 20)]
 )
 def test_the_kernel_writes_nothing_before_or_behind_the_pages(layout: PageLayout, device: str) -> None:
-    """B5: slot -1 is no memory of ours, and neither is a slot that only a device could know to be too large."""
+    """B5: slot -1 is skipped, and so is a slot past the pool, which only the device can detect."""
     from attnplug.kv.triton_rows import RowWriter
 
     guard, slots = layout.elements // layout.num_pages, torch.tensor([-1, 0, 19, 20, -2, 3, 4])
@@ -244,14 +244,14 @@ def test_keys_and_values_are_written_by_one_launch(how: str, monkeypatch: pytest
 @pytest.mark.parametrize("numbers", SLOTS, ids=str)
 @pytest.mark.sample(74)
 def test_rows_without_a_slot_are_not_written(numbers: list[int], dtype: DType, layout: LayoutName, how: str) -> None:
-    """B5: of padding nothing is written, nowhere; slot -1 least of all means the last one."""
+    """B5: rows of padding are not written. In particular, slot -1 does not mean the last slot."""
     index = torch.int32 if (len(numbers) % 2) == (layout == "token_major") else torch.int64
     with writing(how) as device:
         pool = mha_pool(dtype=dtype, layout=layout, device=device)
         for cache in (pool.keys(0), pool.values(0)):
             cache.copy_(torch.tensor(torch.nan))
         slots = torch.tensor(numbers, dtype=index)
-        # In halves, which every type holds: the interpreter rounds as it likes.
+        # Multiples of one half, which every type represents: the interpreter's rounding differs.
         k, v = (
             (2 * random_rows(len(numbers), 2, dim, device, seed=dim)).round().clamp(-7, 7) / 2 + 0.5 for dim in (8, 6)
         )
@@ -286,7 +286,7 @@ def test_fp8_rows_beside_padding_are_the_nearest_to_float64(dtype: torch.dtype, 
                 wanted[slot] = (row / 0.40625).clamp(-448, 448)
         assert (wanted == 448).sum() > 2
         written = bits(pool.rows(0))
-        written[(written & 127) == 127] = 127  # a NaN of either sign: which one, processors differ in
+        written[(written & 127) == 127] = 127  # a NaN of either sign: processors differ
         assert torch.equal(written, nearest_float8(wanted))
 
 
@@ -304,7 +304,8 @@ def nearest_float8(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_beside_padding_need_not_be_contiguous(layout: LayoutName, how: str) -> None:
-    """Slices, transposed dimensions, every other slot, and heads that do not lie together."""
+    """Pools accept sliced and transposed rows, every other element of a slot tensor, and heads that are not
+    adjacent."""
     with writing(how) as device:
         pool = mha_pool(layout=layout, device=device)
         packed = random_rows(2, 6, 14, device).transpose(0, 1)
@@ -333,7 +334,7 @@ def test_rows_wider_than_a_block_are_written_whole(how: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES[1:])
 def test_a_slot_behind_the_last_writes_nothing_on_a_gpu(device: str) -> None:
-    """The CPU refuses it; a GPU could only say so if somebody waited, and stays inside the pool."""
+    """The CPU refuses such a slot. A GPU would need a synchronization to report it, so it drops the row."""
     pool = mla_pool(device=device)
     pool.write(0, torch.tensor([20, 1 << 40], device=device), torch.ones(2, 20, device=device))
     assert not pool.rows(0).any()

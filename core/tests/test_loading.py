@@ -101,7 +101,7 @@ def test_a_generator_that_raises_midway_provides_nothing(
 
 
 def test_an_interrupt_names_the_plugin_that_was_loading(install_source: Install) -> None:
-    """It is the user's, or the plugin's own: either way a person wants to know which one."""
+    """Whether the user or the plugin raised it, the message tells which plugin was loading."""
     with raises_naming(KeyboardInterrupt, "fast (fast-attention 1.2.3)"):
         load_registry([install_source("raise KeyboardInterrupt")], {})
 
@@ -307,7 +307,7 @@ def test_a_spec_of_a_class_of_its_own_is_broken_alone(
 
 
 def test_a_dict_is_called_a_dict(install: Install, only_fault: Callable[[EntryPoint], Broken]) -> None:
-    """D2: its keys are what iterating gives, but what the author returned is a dict."""
+    """D2: the error speaks of the dict that the author returned, not of the keys that iterating it gives."""
 
     @hookimpl
     def attnplug_backends() -> Any:

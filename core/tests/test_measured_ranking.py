@@ -159,7 +159,8 @@ def test_the_nearest_shape_stands_for_one_that_was_not_measured() -> None:
 
 
 def test_where_a_host_absorbs_what_was_measured_so_comes_first() -> None:
-    """C1: joining the parts of queries costs some backends more than others. Else the same heads stand for it."""
+    """C1: joining the parts of queries costs some backends more than others. Without such times, those of the same
+    heads count."""
     able = replace(PLAIN, kinds={"mla"}, mla_extend={"one_shot", "chunked"})
     installed = registry(backend("early", able), backend("late", able))
     ours = MeasuredShape.of(MLA, (DType.BFLOAT16, DType.BFLOAT16), 64, False)
@@ -201,13 +202,14 @@ def test_the_embedded_default_does_not_win_by_being_measured_alone() -> None:
 
 
 def test_a_backend_that_was_measured_alone_does_not_win_by_that() -> None:
-    """Its times say nothing of the others'."""
+    """Times of one backend say nothing about unmeasured ones, so the preferences decide."""
     assert decode(chosen(table("early", {(1, 128, 1): 5.0}))) == ["other"]
     assert decode(chosen(table("late", {(1, 128, 1): 6.0}))) == ["early"]
 
 
 def test_a_backend_that_failed_here_is_refused_with_what_happened() -> None:
-    """D3: whatever its preference is, and though it was not compared with others."""
+    """D3: a backend that failed while it was measured is refused with that error. This holds for any preference, and
+    without a comparison to other backends."""
     found = chosen(failure("other"), table("early", {(1, 128, 1): 5.0})).choices[Role.DECODE]
     assert found.chosen_name == "early" and found.why().endswith("; 1 refused")
     ((refusal,),) = (each.refusals for each in found.candidates if each.refusals)
@@ -276,7 +278,7 @@ class TestPrefill:
 
     @pytest.mark.parametrize("path", [None, ExtendPath.ABSORBED])
     def test_a_path_that_was_asked_for_is_compared_by_its_own_times(self, path: ExtendPath | None) -> None:
-        """C1: absorbed, the other one is the faster."""
+        """C1: on the absorbed path, the other backend is faster."""
         shape = MeasuredShape.of(MLA, (DType.BFLOAT16, DType.BFLOAT16), 64, False)
         able = replace(PLAIN, kinds=frozenset({MLA.kind}), mla_dims=frozenset({(512, 64)}))
         installed = registry(backend("early", able), backend("late", able))

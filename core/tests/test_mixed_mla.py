@@ -22,7 +22,7 @@ DIMS = MLADims(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8)
 ALL = frozenset(ExtendPath)
 AS_MHA = ALL - {ExtendPath.ABSORBED}
 NOW = ExtendPolicy(split_threshold=0, query_threshold=0)
-"""Splits whatever the policy would run as MHA."""
+"""Policy that splits every mixed batch whose other requests would run as MHA."""
 MIXED = ((20, 1), (7, 1), (0, 9), (30, 40))
 
 

@@ -84,7 +84,7 @@ class TestPaths:
 
     @pytest.mark.parametrize("path", ExtendPath)
     def test_requests_without_new_tokens_are_in_no_call(self, path):
-        """C3: kernels return garbage for empty spans; the others' results do not know of them."""
+        """C3: kernels return garbage for empty spans. Results of the other requests do not change."""
         model = Model(small(((20, 0), (7, 4), (9, 0), (0, 3)), mla=DIMS))
         assert error(model.run(forced(path, 8)), model.wanted()) <= 2e-6
         assert all(min(call.query_lens) and min(call.kv_lens) for call in model.batch.geometry.calls)
@@ -127,7 +127,7 @@ class TestPaths:
             attention.attend_mla(model.q[:5], rows, model.layer, model.weights, batch)
 
     def test_the_path_is_an_argument_of_planning(self):
-        """C1: it overrules the policy, and what the backend cannot run is refused."""
+        """C1: an explicit path overrules the policy, and a path that the backend cannot run is refused."""
         model = Model(small(((20, 9),), mla=DIMS))
         attention, batch = ModelAttention(model.stage.backend, model.stage.pools), model.stage.batch()
         assert attention.plan(batch).extend is None
@@ -144,14 +144,14 @@ class TestPaths:
         assert attention.plan(batch, ExtendPath.CHUNKED).extend is not None
 
     def test_decoding_looks_at_no_length_of_the_host(self):
-        """C1: of a backend that extends as MHA only, too."""
+        """C1: this includes a backend that can extend as MHA only."""
         model = Model(small(((20, 1),), mode=ForwardMode.DECODE, mla=DIMS))
         model.stage.backend.claims = Claims(mla_extend=frozenset({ExtendPath.CHUNKED}))
         geometry = replace(model.stage.batch().geometry, host=None)
         assert MLAAttention(model.stage.backend, model.stage.pools.mla, ExtendPolicy()).plan(geometry) is None
 
     def test_new_rows_go_where_the_host_says(self):
-        """Also where a prefill runs as MHA: the facade writes its rows, and not the backend."""
+        """This includes a prefill as MHA, where the facade writes the rows, not the backend."""
         model = Model(small(((0, 3),), mla=DIMS))
         slots = torch.tensor([5, -1, 2])
         geometry = replace(model.stage.batch().geometry, slots=slots)
@@ -160,7 +160,7 @@ class TestPaths:
 
     @pytest.mark.parametrize("path", [ExtendPath.ONE_SHOT, ExtendPath.CHUNKED])
     def test_calls_are_numbered_and_in_the_lane_of_their_batch(self, path):
-        """A backend finds its plan by the one and its scratch memory by the other."""
+        """A backend finds the call's plan by its number, and its scratch memory by the lane."""
         model = Model(small(((20, 3), (4, 2)), mla=DIMS))
         geometry = replace(model.stage.batch().geometry, lane=1)
         calls = [part.call for part in plan_extend(geometry, path, 16)]
@@ -264,7 +264,7 @@ class TestHook:
 
     @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND])
     def test_modes_that_graphs_capture_are_planned_without_a_look_at_lengths(self, mode):
-        """C1: they extend absorbed, whatever the lengths; those on the device would have to be waited for."""
+        """C1: these modes extend absorbed at any length, since reading lengths from the device would synchronize."""
         model = Model(small(((20, 1),), mode=mode, mla=DIMS))
         geometry = replace(model.stage.batch().geometry, host=None)
         assert MLAAttention(model.stage.backend, model.stage.pools.mla, ExtendPolicy()).plan(geometry) is None
@@ -291,7 +291,7 @@ class TestHook:
             ModelAttention(backend, Model(small(((1, 1),), mla=DIMS)).stage.pools)
 
     def test_a_ragged_hook_without_lse_is_refused_when_built(self):
-        """A8, C4: it would leave what is merged to whatever lay in memory."""
+        """A8, C4: without ``lse``, the merge would read uninitialized log-sum-exps."""
         backend = self.backend(None)
         backend.forward_ragged = lambda q, k, v, layer, call, plan: q
         with raises_naming(HookError, "forward_ragged", "'lse'"):

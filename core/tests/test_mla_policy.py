@@ -42,7 +42,8 @@ class TestPolicy:
         assert self.choose(ExtendPolicy(), (4096, 5), (4096, 5)) is ExtendPath.ONE_SHOT
 
     def test_many_pairs_per_prefix_row_run_as_mha(self):
-        """C1: a threshold of pairs of a new token and a row. 176 and 177 tokens have half as many among themselves."""
+        """C1: the threshold is 192 attended pairs per prefix row, causal pairs among new tokens included: 176 tokens
+        stay below it, 177 reach it."""
         assert self.choose(ExtendPolicy(), (1000, 176)) is ExtendPath.ABSORBED
         assert self.choose(ExtendPolicy(), (1000, 177)) is ExtendPath.ONE_SHOT
         assert self.choose(ExtendPolicy(), (1000, 100), (10, 100)) is ExtendPath.ABSORBED
@@ -85,7 +86,8 @@ class TestPolicy:
         assert self.choose(ExtendPolicy(disable_ragged=True), (0, 9)) is ExtendPath.ABSORBED
 
     def test_a_backend_that_cannot_extend_absorbed_never_does(self):
-        """C1: whatever the prefix, the mode and the capacity; decoding alone is somebody else's."""
+        """C1: this holds for every prefix, mode and capacity. Only decodes are absorbed, which another backend may
+        run."""
         as_mha = frozenset({ExtendPath.ONE_SHOT, ExtendPath.CHUNKED})
         assert self.choose(ExtendPolicy(), (5, 9), abilities=as_mha) is ExtendPath.ONE_SHOT
         assert self.choose(ExtendPolicy(chunk_capacity=8), (5, 9), abilities=as_mha) is ExtendPath.CHUNKED
@@ -136,7 +138,7 @@ class TestMerge:
 
     @pytest.mark.parametrize("empty", [-math.inf, math.inf])
     def test_a_part_without_keys_takes_no_share(self, empty):
-        """C4: FlashMLA marks empty rows +inf, FA4 -inf; what their outputs hold is not looked at."""
+        """C4: FlashMLA marks empty rows +inf, FA4 -inf. Their outputs are ignored."""
         out, lse = torch.ones(2, 1, 3), torch.full((2, 1), 0.5)
         garbage, nothing = torch.full((2, 1, 3), math.nan), torch.full((2, 1), empty)
         for merged, merged_lse in (

@@ -160,7 +160,7 @@ def test_options_that_cannot_be_set_are_not_listed() -> None:
 
 
 def test_a_default_is_listed_as_it_is_written() -> None:
-    """A person can type what the listing shows."""
+    """The listing shows a default in the spelling that a user can type."""
     assert "layout: one of nhd, hnd = nhd" in describe_options(Options).replace("'", "")
 
 
@@ -172,7 +172,7 @@ def test_a_backend_without_options_says_so() -> None:
 
 @pytest.mark.parametrize("error", [ValueError, TypeError, AssertionError, KeyError, RuntimeError])
 def test_a_class_may_refuse_a_value_itself(error: type[Exception]) -> None:
-    """Whatever its __post_init__ raises: an assert is the likeliest."""
+    """Any exception of its ``__post_init__`` becomes a usage error, including AssertionError."""
 
     @dataclass(frozen=True)
     class Even:

@@ -29,7 +29,7 @@ LENGTHS = {
 
 
 class Counting(TorchNativeBackend):
-    """Counts how often it plans, and does without exact lengths on the host."""
+    """Backend that needs no host lengths and counts its plans."""
 
     planned = 0
 
@@ -55,7 +55,7 @@ class Rank:
             self.batch.geometry = replace(self.batch.geometry, host=None)
 
     def plan(self) -> None:
-        """Outside the forward path: the caller marks."""
+        """Plan outside the forward path, as a caller that marks the batch."""
         plan_forward(self.stage.backend, self.batch)
 
     def pad(self, requests: int, rows: int) -> None:
@@ -64,7 +64,8 @@ class Rank:
         pad_batch(self.batch, self.batch.batch_size + requests, self.batch.num_tokens + own + rows)
 
     def check(self) -> None:
-        """The forward path gives float64's result, zeros for padding, and writes the rows of requests alone."""
+        """Check that the forward path gives float64's result and zeros for padding, and writes only rows of
+        requests."""
         stage, batch = self.stage, self.batch
         plan_forward(stage.backend, batch)
         more = batch.num_tokens - self.rows
@@ -152,7 +153,7 @@ def test_planned_and_then_padded_by_requests_is_refused_if_it_may_not_be_planned
 @SIZES
 @pytest.mark.sample(5)
 def test_planned_without_a_mark_is_planned_again(mode, requests, rows):
-    """B1: what the forward path planned itself it plans again."""
+    """B1: an unmarked batch, which the forward path planned itself, is planned again."""
     for rank in ranks(mode):
         rank.plan()
         rank.pad(requests, rows)

@@ -1,4 +1,4 @@
-"""The author's base: what it carries for every backend is tested here, and not in each plugin."""
+"""``PlannedAttention``, the base class for authors: its behaviour is tested here, not in each plugin."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DIMS = MLADims(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8)
 
 
 class Sevens(PlannedAttention):
-    """Attends to nothing: gives 7 for every row, and remembers what it was asked."""
+    """Backend that returns 7 for every row and records its calls."""
 
     def __init__(self, context: BackendContext) -> None:
         declared = replace(
@@ -127,7 +127,7 @@ class TestPadding:
         assert extras.out.shape == (5, 4, 16) and extras.out.data_ptr() == out.data_ptr()
 
     def test_without_padding_the_kernels_own_result_is_returned(self):
-        """No copy on the way of every layer."""
+        """A layer without padding rows causes no copy."""
         on = stage()
         q, k, v = inputs(on)
         on.backend.attend = lambda q, *_: q
@@ -173,7 +173,7 @@ class TestRows:
         assert on.backend.seen[0][1] is None
 
     def test_a_backend_that_takes_rows_anyway_does_not_write_them_again(self):
-        """One that attends to rows passed as arguments: it needs them, wherever they were written."""
+        """A backend that attends to rows passed as arguments gets them even if they are already in the cache."""
         on = stage()
         q, k, v = inputs(on)
         on.backend.takes_rows = lambda plan, save_kv_cache: True
@@ -222,7 +222,7 @@ class TestCalls:
 
     @pytest.mark.parametrize("shape", [(5, 8, 16), (5, 4, 15)], ids=["heads", "width"])
     def test_queries_of_another_shape(self, shape):
-        """A whole model's heads, where this rank has a part, among others."""
+        """For example, the heads of the whole model instead of this rank's part."""
         on = stage()
         with raises_naming(BackendError, *shape[1:], (4, 16)):
             on.backend.forward_extend(torch.zeros(shape), None, None, on.layer, planned(on), save_kv_cache=False)

@@ -41,7 +41,7 @@ def best(times: dict[str, float]) -> str:
 @settings(max_examples=12)
 @given(schedules())
 def test_at_a_measured_point_it_is_the_one_measured_fastest(schedule: BackendSchedule) -> None:
-    """Those that were not measured there may win only by lying between points of their own."""
+    """A backend without a measurement there can win only by interpolation between its own points."""
     for point in {point for times in schedule.times.values() for point in times}:
         measured = {name: times[point] for name, times in schedule.times.items() if point in times}
         expected = schedule.expected(*point)
@@ -97,7 +97,7 @@ def test_who_is_the_fastest_at_every_length_is_the_best_over_all(
 
 
 def test_the_best_over_all_lengths_depends_on_how_far_they_go() -> None:
-    """At both lengths each is three times as slow as the other once: settled by name."""
+    """With both lengths, each backend is three times slower at one of them, and the name decides."""
     found = [SHORT_AND_LONG.overall(1, 1, longest) for longest in (1, 100, 9999, 10000)]
     assert found == ["short", "short", "short", "long"]
 
@@ -203,7 +203,7 @@ class TestExtends:
 
     @pytest.mark.parametrize(("decodes", "name"), [(4, "small"), (100, "large")])
     def test_a_mixed_batch_is_a_prefill_and_its_decodes(self, decodes: int, name: str) -> None:
-        """Neither the chunk of 500 tokens nor the mean request says which backend is the faster one."""
+        """Neither the chunk of 500 tokens nor the mean request alone tells which backend is faster."""
         times = SMALL_AND_LARGE.expected_extend([500, *[1] * decodes], [500, *[20000] * decodes])
         assert min(times, key=lambda each: times[each]) == name
 

@@ -1,4 +1,4 @@
-"""One backend per role, or every reason why not: what a request gets, and what the error holds."""
+"""Selection of one backend per role, or an error with every reason: results, and contents of the error."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_backend_asked_for_is_never_replaced() -> None:
 
 
 def test_a_wrong_name_is_an_error_before_a_model_is_known() -> None:
-    """D3: a host asks where its own plugins are registered, and nothing else is refused for what is not decided."""
+    """D3: a host checks names when its plugins are registered. Nothing that depends on the model is refused then."""
     installed = registry(backend("fast"))
     for request in (BackendRequest("fats"), BackendRequest(roles={Role.DECODE: "fats"})):
         with raises_naming(UsageError, "'fats'"):
@@ -175,7 +175,7 @@ class TestMLAByTheHost:
 
 
 class TestAnExtendPathThatIsAskedFor:
-    """C1, D3: who cannot prefill MLA in the way that is asked for is refused, and auto takes another."""
+    """C1, D3: backends that cannot prefill MLA by the requested path are refused, and auto takes another one."""
 
     PROBLEM = Problem(DEEPSEEK, mla_extend=ExtendPath.CHUNKED)
     ABSORBED = backend("absorbed", replace(PLAIN, kinds={"mla"}, mla_extend={"absorbed"}), preference=9)

@@ -42,7 +42,7 @@ def test_a_tie_is_settled_by_name_whatever_the_order() -> None:
 
 @pytest.mark.parametrize("preference", [100, 0, -100])
 def test_the_embedded_default_comes_last(preference: int) -> None:
-    """D3: by what it is, not by its name or its preference."""
+    """D3: auto puts the embedded backend last because it is embedded, not because of its name or preference."""
     installed = registry(backend("default", target="attnplug.default"), backend("zzz", preference=preference))
     selection = select(installed, BackendRequest(), Problem(LLAMA))
     assert names(selection.choices) == {"prefill": "zzz", "decode": "zzz"}
@@ -54,7 +54,7 @@ CAPTURED = backend("captured", replace(PLAIN, devices={"cuda"}, cuda_graph=Graph
 
 
 def test_where_a_host_captures_auto_decodes_with_what_can_be_captured() -> None:
-    """D3: a prefill is not captured, so its backend is the preferred one; explain says what is captured."""
+    """D3: prefills are not captured, so the preferred backend runs them. ``explain`` shows the captured modes."""
     installed = registry(EAGER, CAPTURED)
     plain = Problem(LLAMA, "cuda", 90)
     assert names(select(installed, BackendRequest(), plain).choices) == {"prefill": "eager", "decode": "eager"}
@@ -65,7 +65,8 @@ def test_where_a_host_captures_auto_decodes_with_what_can_be_captured() -> None:
 
 
 def test_explain_says_who_takes_short_prefills_in_graphs() -> None:
-    """D3: one that decodes and captures any batch, if ``auto`` chose who prefills and the host wants it."""
+    """D3: a backend that decodes and can capture any batch, if ``auto`` chose the prefill backend and the host wants
+    prefill graphs."""
     anything = backend("anything", replace(PLAIN, devices={"cuda"}, cuda_graph=GraphLevel.ALWAYS))
     wants = Problem(LLAMA, "cuda", 90, wants_graphs=True, wants_prefill_graphs=True)
     asked = BackendRequest(roles={Role.PREFILL: "eager"})
@@ -185,7 +186,7 @@ class _Measured:
 
 
 def test_another_ranking_orders_what_is_usable_and_says_why() -> None:
-    """D3: the fixed preference is what there is without one."""
+    """D3: without another ranking, the fixed preference decides."""
     refused = backend("gone", replace(PLAIN, min_sm=100), preference=1000)
     installed = registry(backend("slow"), backend("fast", preference=100), refused)
     choices = select(installed, BackendRequest(), Problem(LLAMA, "cuda", 90), ranking=_Measured()).choices

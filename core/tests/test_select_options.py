@@ -1,4 +1,4 @@
-"""Selection by page sizes and options: what is left open is settled, and what is given is kept or refused."""
+"""Selection by page sizes and options: open values are settled, given values are kept or refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from support.selection import LLAMA, PLAIN, backend, registry
     ],
 )
 def test_the_page_size_left_open_is_one_that_all_chosen_can_read(sizes: list[PageSizes], expected: int) -> None:
-    """A9: the intersection, and 64 where that will do."""
+    """A9: it is in the intersection, and 64 if possible."""
     installed = registry(
         *(backend(name, replace(PLAIN, page_sizes=each)) for name, each in zip("ab", sizes, strict=False))
     )

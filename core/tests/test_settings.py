@@ -1,4 +1,4 @@
-"""Settings in errors: keys in the contract, and what a host makes of them."""
+"""Settings in errors: keys in the contract, and how hosts render them."""
 
 from __future__ import annotations
 

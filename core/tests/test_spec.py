@@ -184,7 +184,8 @@ from attnplug_testing.specs import GDN, MHA, MLA, claiming, model, page_sizes, s
 def test_a_refusal_has_code_value_allowed_and_setting(
     claims: dict[str, Any], problem: Problem, role: Role | None, expected: tuple[object, ...]
 ) -> None:
-    """D3: one reason, with the offending value, the allowed ones and the setting to change, where one could."""
+    """D3: a refusal has one reason, the offending value, the allowed ones and the setting to change, if there is
+    one."""
     (refusal,) = claiming(**claims).refusals(problem, role)
     assert (refusal.code, refusal.value, refusal.allowed, refusal.setting) == expected
     assert (refusal.setting or refusal.message) in str(refusal)
@@ -222,7 +223,7 @@ def test_an_sm_is_no_reason_on_a_cpu() -> None:
 
 
 def test_a_backend_that_only_prefills_takes_no_part_in_captured_decodes() -> None:
-    """D3: graphs of decode are no reason against it; those of a verify or of any batch are."""
+    """D3: it is not refused for graphs of decodes, but for those of verifies or of all batches."""
     eager = claiming(cuda_graph=GraphLevel.NEVER)
     for level, refused in ((GraphLevel.DECODE, False), (GraphLevel.UNIFORM, True), (GraphLevel.ALWAYS, True)):
         problem = Problem(device="cuda", cuda_graph=level)
@@ -266,13 +267,14 @@ def test_every_reason_is_given_at_once() -> None:
 
 
 def test_a_kind_that_is_not_claimed_hides_no_other_reason() -> None:
-    """D3: whoever changes the backend alone would meet the ranks next."""
+    """D3: all reasons are given at once. A user who changes the backend alone would otherwise fail next on the number
+    of ranks."""
     found = claiming(kinds={"mha", "gdn"}).refusals(Problem(model(MLA), tensor_parallel=3), Role.PREFILL)
     assert {refusal.code for refusal in found} == {RefusalCode.KIND, RefusalCode.TENSOR_PARALLEL}
 
 
 def test_an_fp8_cache_need_not_have_the_activations_type() -> None:
-    """D3: and is offered to whoever asked for a type that does not match."""
+    """D3: an fp8 cache is always accepted, and is among the types offered if the requested one does not match."""
     matching = claiming(kv_matches_dtype=True, dtypes={"bfloat16", "float16"}, kv_dtypes={*DType, "acme_int4"})
     assert matching.refusals(Problem(dtype=DType.BFLOAT16, kv_dtype=DType.FLOAT8_E4M3)) == []
     (refusal,) = matching.refusals(Problem(dtype=DType.BFLOAT16, kv_dtype=DType.FLOAT32))
@@ -280,7 +282,7 @@ def test_an_fp8_cache_need_not_have_the_activations_type() -> None:
 
 
 def test_a_type_that_is_not_claimed_is_one_reason() -> None:
-    """D3: that the other one does not match it is none, and would come with wrong advice."""
+    """D3: a mismatch with the other type is not reported as well, since its advice would be wrong."""
     sixteen_bits = {"bfloat16", "float16"}
     matching = claiming(kv_matches_dtype=True, dtypes=sixteen_bits, kv_dtypes=sixteen_bits)
     for lacking in ("dtype", "kv_dtype"):
@@ -290,7 +292,8 @@ def test_a_type_that_is_not_claimed_is_one_reason() -> None:
 
 
 def test_layers_that_differ_are_described_by_the_difference() -> None:
-    """D3: whatever plans may depend on, but not which layers they are; others' layers do not count."""
+    """D3: the message lists every property that plans may depend on, but no layer ids. Layers of kinds that the backend
+    does not claim are not compared."""
     alike = claiming(kinds={"mla"}, roles={"decode"}, layers_alike=True, max_heads=16)
     windowed = replace(MLA, sliding_window=128, mla=replace(MLA.mla, qk_nope_head_dim=64))
     (refusal,) = alike.refusals(Problem(model(MLA, windowed)), Role.DECODE)
@@ -413,7 +416,7 @@ def test_refusals_never_raise_and_always_survive_json(can: Capabilities, problem
 
 @given(problems(st.sampled_from([1, 2, 4])), st.none() | st.sampled_from(Role))
 def test_a_spec_that_claims_everything_refuses_nothing(problem: Problem, role: Role | None) -> None:
-    """D3: of what a user can ask for here."""
+    """D3: a spec with every claim accepts all problems that a user can pose here."""
     if problem.device in ("tpu", ""):
         problem = replace(problem, device="cpu")
     assert spec().refusals(problem, role) == []

@@ -1,4 +1,4 @@
-"""Refusals of a spec beyond its claims: missing libraries, and the plugin's own check, whatever it does."""
+"""Refusals of a spec beyond its claims: missing libraries, and the plugin's own check, however it fails."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_looking_for_a_factory_imports_nothing(package_of_a_test: str) -> None:
 def test_a_factory_that_another_thread_imports_right_now_is_no_refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its module is there already, and not yet what it will have."""
+    """A module is in ``sys.modules`` while it is being imported, but does not have its factory yet."""
     (tmp_path / "slow_module_of_a_test.py").write_text(
         "from attnplug.declare.installed import factory_refusal\n"
         "seen = factory_refusal(__name__ + ':build')\n"
@@ -160,7 +160,7 @@ def test_a_finder_that_fails_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture
 def package_of_a_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A package that nobody must import."""
+    """Name of a package that raises when it is imported."""
     name = "package_of_a_test"
     (tmp_path / name).mkdir()
     for module in ("__init__", "backend"):
@@ -177,7 +177,7 @@ LIBRARY = "kernels-of-a-test>=2"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One on the path, to install libraries in."""
+    """Folder on the path, to install libraries in."""
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
@@ -205,7 +205,7 @@ def test_metadata_without_the_module_is_a_refusal_with_what_to_do(folder: Path, 
 
 
 def test_a_library_that_is_not_there_is_one_reason() -> None:
-    """D3: that its module is not there either is none."""
+    """D3: its missing module is not reported as well."""
     (refusal,) = spec(requires=[(LIBRARY, "kernels_of_a_test")]).refusals(Problem())
     assert (refusal.code, refusal.value) == (RefusalCode.REQUIREMENT, None)
 

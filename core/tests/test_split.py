@@ -46,7 +46,7 @@ class TestSplit:
             SplitBackend(self.prefill, self.decode, verify=Role.LINEAR)
 
     def test_mode_decides_who_runs(self):
-        """A9: and who keeps the states of linear layers, should it have some."""
+        """A9: the batch's mode selects the child. That child also runs linear layers and commits their states."""
         for mode, child in ((ForwardMode.DECODE, self.decode), (ForwardMode.EXTEND, self.prefill)):
             batch = batch_in(mode)
             forward = self.split.forward_decode if mode.is_decode else self.split.forward_extend
@@ -90,7 +90,7 @@ class TestSplit:
         assert SplitBackend(OneParameter(), self.decode).init_mha_chunk_metadata(batch, True) is batch
 
     def test_a_prefill_child_without_the_chunk_hook_plans_nothing(self):
-        """A8: whatever the decode child has."""
+        """A8: the decode child's hook is not used instead."""
         assert SplitBackend(Hookless(), self.decode).init_mha_chunk_metadata(batch_in(ForwardMode.EXTEND)) is None
 
     def test_hook_that_needs_what_nobody_offers_is_refused_when_the_wrapper_is_built(self):

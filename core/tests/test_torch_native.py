@@ -151,7 +151,7 @@ def test_decode_on_the_cpu_over_pages_in_place(monkeypatch):
 
 
 def test_decode_on_the_cpu_copies_rows_and_hides_what_comes_after_an_end():
-    """NaN lies in the rest of each last page. Lengths leave every rest, beside longer ones and beside equal ones."""
+    """The rest of each last page is NaN. Lengths leave every remainder, beside unequal and equal lengths."""
     for lengths in ((69, 70, 71, 72, 3, 8, 201), (70, 70), (71,)):
         for page_size, dtype in ((4, DType.FLOAT32), (16, DType.FLOAT32), (64, DType.FLOAT32), (16, DType.BFLOAT16)):
             for window, lse in ((None, False), (7, False), (None, True)):
@@ -191,7 +191,7 @@ def test_one_request_on_the_cpu_whose_pages_follow_each_other_is_read_without_a_
 
 
 def test_rows_that_are_read_without_a_copy_are_attended_to_in_every_way():
-    """NaN lies before and after them: a window, a log-sum-exp and a cap each take another way through them."""
+    """Rows before and after the request are NaN. A window, a log-sum-exp and a cap take separate code paths."""
     for window, lse, cap in ((None, False, None), (7, False, None), (None, True, None), (None, False, 5.0)):
         case = small(((70, 1),), ForwardMode.DECODE, heads=4, kv_heads=2, head_dim=16, v_head_dim=16, window=window,
                     lse=lse, cap=cap, pages="interleaved")  # fmt: skip
@@ -241,7 +241,7 @@ def test_pages_that_are_few_among_others_or_shared_are_copied(monkeypatch):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_long_prefill_is_cut_into_tiles(device, monkeypatch):
-    """Scores never take more than a tile's memory; the result does not know."""
+    """Scores never take more than a tile's memory, and the result does not depend on tiles."""
     from attnplug.torch_native import attention
 
     monkeypatch.setattr(attention, "_TILE_SCORES", 2000)

@@ -1,4 +1,4 @@
-"""torch_native's plans: what a run writes, keeps and shares, and every batch that does not fit its plan."""
+"""torch_native's plans: what a run writes, keeps and shares, and the refusal of batches that do not fit their plan."""
 
 from __future__ import annotations
 

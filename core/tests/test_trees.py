@@ -1,4 +1,4 @@
-"""Trees of drafted tokens: what the contract says of them, and torch_native against float64."""
+"""Trees of drafted tokens: rules of the contract, and torch_native against float64."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ class TestTorchNative:
     @on_every_device
     @both
     def test_what_a_row_must_not_see_may_be_nan(self, case, device):
-        """A sibling's values, without weight, do not get into the result. Who sees them gets NaN."""
+        """NaN values of one token reach only the rows that attend to it, not those of its siblings."""
         parents = (-1, 0, 0, 1, 2, 0)
         stage = KernelScene(case(6, (20,), trees=(parents,)), device, native)
         stage.values[0][22] = NAN  # of MLA, a part of the latent row

@@ -45,7 +45,7 @@ def test_no_duplicate_remains_after_growing():
 
 
 def test_a_holder_of_the_old_buffer_shows_in_the_report():
-    """A2: the total is reported, with what is still held."""
+    """A2: the reported total includes a replaced buffer as long as a reference to it exists."""
     owner = WorkspaceOwner()
     held = owner.request("a", "cpu", SCRATCH, MiB).buffer
     owner.request("b", "cpu", SCRATCH, 4 * MiB)

@@ -56,7 +56,7 @@ def child(name: str, claims: Claims | None = None) -> Recorder:
 
 
 def concrete_wrappers() -> list[type[ForwardingBackend]]:
-    """Every wrapper class that exists in attnplug: a new one is tested without anybody remembering to."""
+    """All wrapper classes defined in attnplug, found by their base class so that new ones are tested, too."""
     found, waiting = [], list(ForwardingBackend.__subclasses__())
     while waiting:
         cls = waiting.pop()
@@ -72,7 +72,7 @@ each_planner = pytest.mark.parametrize("member", ["init_forward_metadata", "init
 
 
 def arguments_for(member: str, signature: inspect.Signature) -> dict[str, Any]:
-    """One value per parameter of the protocol, compared by identity; real ones only where a wrapper reads them."""
+    """One value for each parameter of the protocol, compared by identity. Values that wrappers read are real ones."""
     batch = batch_in(ForwardMode.DECODE if member == "forward_decode" else ForwardMode.EXTEND)
     layer = LINEAR if member in ("forward_conv", "forward_linear", "forward_delta") else FULL
     real = {"batch": batch, "forward_batch": batch, "layer": layer}
@@ -80,7 +80,7 @@ def arguments_for(member: str, signature: inspect.Signature) -> dict[str, Any]:
 
 
 def call(target: object, member: str, signature: inspect.Signature, arguments: dict[str, Any]) -> Any:
-    """As the protocol says: by name what goes by name only, by position the rest."""
+    """Call a member as the protocol declares it: keyword-only arguments by name, all others by position."""
     by_name = {name for name, parameter in signature.parameters.items() if parameter.kind is KEYWORD_ONLY}
     by_position = [value for name, value in arguments.items() if name not in by_name]
     return getattr(target, member)(*by_position, **{name: arguments[name] for name in by_name})
@@ -92,7 +92,8 @@ class TestEveryMember:
     def test_every_argument_of_every_member_reaches_a_child_and_its_answer_comes_back(
         self, wrapper, member, monkeypatch
     ):
-        """A9: save_kv_cache, extras, lse, in_capture, silu, and whatever the protocol gains; A8: inspected before."""
+        """A9: save_kv_cache, extras, lse, in_capture, silu and later arguments are forwarded. A8: signatures are
+        inspected when the wrapper is built, not at a call."""
         children = [Recorder("a"), Recorder("b")]
         built = BUILD[wrapper](*children)
         signature, arguments = MEMBERS[member], arguments_for(member, MEMBERS[member])
@@ -114,7 +115,7 @@ class TestEveryMember:
     @every_wrapper
     @pytest.mark.parametrize("hook", hook_signatures())
     def test_a_hook_that_no_child_has_is_none_on_the_wrapper(self, wrapper, hook):
-        """A6, A8: as absent as it is in the children, for whoever binds it."""
+        """A6, A8: callers that bind the hook then find it absent, as they would on the children."""
         built = BUILD[wrapper](Hookless("a"), Hookless("b"))
         assert getattr(built, hook) is None
         one_has_it = type("OneHook", (Hookless,), {hook: getattr(Recorder, hook)})
@@ -138,7 +139,7 @@ class TestEveryMember:
     @each_planner
     @every_wrapper
     def test_a_childs_plan_that_is_none_of_its_own_is_the_childs_fault(self, wrapper, member):
-        """B5: the child is named, and not whoever asked the wrapper."""
+        """B5: the error names the child, not the caller of the wrapper."""
         careless = Recorder("careless")
         setattr(careless, member, lambda forward_batch, in_capture=False: {"planned": True})
         built = BUILD[wrapper](careless, Recorder("b"))
@@ -157,7 +158,7 @@ class TestEveryMember:
 
 
 class TestLaterHooks:
-    """A9: a wrapper forwards what the contract gains after it was written."""
+    """A9: a wrapper forwards members that the contract gains after the wrapper was written."""
 
     @pytest.fixture(autouse=True)
     def later_contract(self, monkeypatch) -> Iterator[None]:
@@ -176,7 +177,7 @@ class TestLaterHooks:
         hook_signatures.cache_clear()
 
     def wrappers(self, *children: Any) -> Iterator[ForwardingBackend]:
-        """Classes in whose source the hooks do not occur, of these two children."""
+        """Wrapper classes of these two children whose source does not mention the later hooks."""
 
         class Pair(ForwardingBackend):
             def route(self, batch: ForwardBatch | None, layer: LayerSpec | None) -> tuple[str, ...]:
@@ -216,7 +217,7 @@ class TestLaterHooks:
             first.calls.clear()
 
     def test_plans_of_several_children_are_parts_of_one(self):
-        """B5: also of a hook that may plan nothing."""
+        """B5: this includes plans of a hook that may plan nothing."""
         children = Recorder("a"), Recorder("b")
         pair = next(self.wrappers(*children))
         plan = pair.init_mha_chunk_metadata(batch_in(ForwardMode.EXTEND))
@@ -257,7 +258,7 @@ def warm_up(self, rounds, *, quietly=True):
 
 
 class Later(Hookless):
-    """A child with all of that. It answers with the first thing it was given."""
+    """A child with all later members. It returns its first argument."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -328,7 +329,7 @@ class TestDefinitions:
 
 
 def _stub(signature: inspect.Signature) -> Any:
-    """A method with this signature."""
+    """A method with the given signature."""
 
     def method(self, *args, **kwargs):
         return None

@@ -1,4 +1,4 @@
-"""Record launches of small kernels, compile them in forked processes, and count what is left to compile.
+"""Record launches of small kernels, compile them in forked processes, and count the kernels left to compile.
 
 Prints JSON: the forks' reports, and for every launch of a later process whether the cache had its kernel.
 """

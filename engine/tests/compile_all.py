@@ -1,4 +1,4 @@
-"""Compiles the engine's kernels for GPUs that need not be there; prints the findings as JSON, by what they are for."""
+"""Compiles the engine's kernels for GPUs that need not be present, and prints the findings as JSON by purpose."""
 
 import json
 

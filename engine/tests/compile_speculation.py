@@ -26,7 +26,7 @@ OTHERS = {
     **dict.fromkeys((("_look", "tokens"), ("_choose", "tokens")), "*i32"),
     **dict.fromkeys((("_move", "rows"), ("_grow", "rows")), "i32"),
 }
-"""What is of another type in some kernels."""
+"""Arguments of another type in some kernels."""
 ON_SM_80 = ("_prune", "_search")
 """None of them has instructions of its own there."""
 

@@ -85,7 +85,7 @@ MAX_PAGES = 64
 class Stage:
     """A loaded model on a torch backend: requests in scattered pages of a poisoned pool, run step by step.
 
-    Linear layers run on ``make_linear``, a backend over a pool of states, of which those of nobody are poisoned, too.
+    Linear layers run on ``make_linear``, a backend over a pool of states. States of no request are poisoned, too.
     """
 
     def __init__(
@@ -259,8 +259,8 @@ def _quiet_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _installed_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every engine asks for the libraries and the modules of every backend, several times; what is installed changes
-    with the path."""
+    """Cache the checks for installed libraries and modules per ``sys.path``: every engine repeats them for all
+    backends."""
 
     def refused(requirement: str, module: str | None = None) -> Refusal | None:
         return _refused(requirement, module, *sys.path)
@@ -315,7 +315,7 @@ def idle() -> ForwardBatch:
 
 @pytest.fixture
 def sequences() -> list[list[int]]:
-    """Three requests of different lengths, of which the last 8 tokens are to be decoded one by one."""
+    """Token ids of three requests of different lengths. Tests decode the last 8 tokens of each one by one."""
     random = torch.Generator().manual_seed(7)
     return [torch.randint(0, 128, (length,), generator=random).tolist() for length in (8 + 17, 8 + 2, 8 + 30)]
 

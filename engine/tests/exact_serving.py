@@ -1,9 +1,9 @@
 """A scheduler that serves a fake and exact model.
 
-Each token's id is written to its slot of a paged memory, and the next token is computed from what the page table shows.
-Where the model is linear, what it knows of earlier tokens is a state in a slot instead. Steps run where they are
-launched, and are finished later: as on a device, which runs them in this order while up to two are in flight. Tokens
-that the host does not know yet are fed back there.
+Each token's id is written to its slot of a paged memory, and the next token is computed from the rows that the page
+table addresses. A linear model keeps a state in a slot instead. Steps run when they are launched and are finished
+later, as on a device, which runs them in this order with up to two in flight. Tokens that the host does not know yet
+are fed back there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STOP = 0
 
 FIRST = 7
 POISON = 99
-"""What a row or a state holds after a forward whose logits are not finite."""
+"""Content of a row or a state after a forward whose logits are not finite."""
 LAYER = LayerSpec(0, AttentionKind.LIGHTNING, 1, 1, 1, 1, 1.0, linear=LinearDims(1, 1, 1, 1))
 
 
@@ -75,8 +75,8 @@ class Serving:
         bad_at: Mapping[int, int | None] | None = None,
         lookahead: int = 0,
     ) -> None:
-        """``depth`` steps are in flight. ``bad_at`` says by request which of its tokens cannot be chosen. ``lookahead``
-        tokens are what the table is wider than the context."""
+        """``depth`` steps are in flight. ``bad_at`` maps a request's id to the index of its token that cannot be
+        sampled. ``lookahead`` is the number of tokens by which the page table exceeds the context."""
         self.depth, self.bad_at = depth, bad_at or {}
         self.states, self.recurrent = None, torch.empty(0)
         if slots:

@@ -96,8 +96,8 @@ def quantized(
     change: Callable[[dict[str, Tensor]], object] = lambda tensors: None,
     experts: Quantize | None = None,
 ) -> Path:
-    """Write the checkpoint in ``folder`` with quantized projections to ``target``, and what it stands for to
-    ``target/dequantized``, which is returned."""
+    """Write the checkpoint in ``folder`` with quantized projections to ``target``. Write its dequantized weights to
+    ``target/dequantized``, and return that path."""
     plain = target / "dequantized"
     plain.mkdir(parents=True)
     tensors, values = {}, {}

@@ -198,9 +198,9 @@ def build(
 
 
 class Recorded:
-    """Captures as a graph does, which computes nothing: all that the captured run made is poison until it is replayed.
+    """Fake capture that computes nothing, as a graph's: tensors made by the captured run are poison until a replay.
 
-    What it wrote to memory that was there before has been written, though.
+    Writes to memory that existed before do take place, though.
     """
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:

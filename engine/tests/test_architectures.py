@@ -174,7 +174,7 @@ def test_the_first_phi_3_calls_longrope_su(make_oracle):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("model_type", CASES)
 def test_same_tokens_on_a_gpu(model_type, make_oracle):
-    """In captured steps, by kernels."""
+    """In captured steps, with Triton kernels."""
     oracle = make_oracle(model_type)
     engine = Engine(str(oracle.folder), device="cuda", page_size=16, chunked_prefill_size=16, ignore_eos=True)
     for prompt, completion in zip(prompts(), engine.generate(prompts(), max_tokens=NEW_TOKENS), strict=True):

@@ -68,7 +68,7 @@ def expected(model: str) -> tuple[list[Subject], list[Result]]:
 
 
 def flips(model: str, name: str, count: int, **given: Any) -> list[tuple[int, int]]:
-    """Results with other bits than alone, in ``count`` schedules of a setting."""
+    """Results whose bits differ from those of requests served alone, in ``count`` schedules of a setting."""
     start = list(SETTINGS).index(name) * PER_SETTING
     wanted, results = expected(model)
     return differing(build(model, **SETTINGS[name], **given), range(start, start + count), wanted, results, SIZES)
@@ -91,7 +91,7 @@ def test_no_schedule_changes_bits(model: str, name: str) -> None:
 
 
 def test_without_the_option_bits_change() -> None:
-    """The schedules can tell."""
+    """Shows that the schedules can detect a violation."""
     wanted = subjects(4, SIZES)
     results = alone(build(LLAMA, prefix_cache=False, batch_invariant=False), wanted)
     engine = build(LLAMA, batch_invariant=False, **SETTINGS["chunks of 3"])

@@ -19,7 +19,7 @@ from attnplug_testing.specs import GDN, MHA
 
 
 class Planner:
-    """A backend that plans and runs nothing."""
+    """A backend that only plans, without metadata."""
 
     def __init__(self, name: str, level: GraphLevel = GraphLevel.NEVER) -> None:
         self.backend_id, self.claims = BackendId(name), Claims(cuda_graph=level)
@@ -38,7 +38,7 @@ def batch(lengths: Sequence[int]) -> ForwardBatch:
 
 
 def test_an_eager_batch_is_planned_by_the_children_of_the_captured_one():
-    """Whatever its lengths are: by them, the schedule would choose another child."""
+    """The children do not depend on the eager batch's lengths, for which the schedule would choose another child."""
     times = {"short": {(1, 1, 1): 1.0, (1, 1000, 1): 3.0}, "long": {(1, 1, 1): 3.0, (1, 1000, 1): 1.0}}
     short = planner("short")
     both = FastestBackend({"short": short, "long": planner("long")}, {Role.DECODE: BackendSchedule(times)})

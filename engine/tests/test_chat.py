@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates against transformers on the same folder, and what is said of bad ones."""
+"""Tokenizers and chat templates against transformers on the same folder, and the errors for bad ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ CONFIG = {
 
 
 def write_tokenizer(folder, config=CONFIG):
-    """A tokenizer of characters, which begins a text with ``<s>``; its file says to cut to 2 tokens and pad to 16."""
+    """Write a character tokenizer that starts texts with ``<s>``. Its file asks to truncate to 2 tokens and pad to
+    16."""
     folder.mkdir(exist_ok=True)
     vocabulary = {token: number for number, token in enumerate((*map(chr, range(32, 127)), "\n", *SPECIAL))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))

@@ -1,4 +1,4 @@
-"""Checkpoints: what is read, what is refused and with which words; and random weights with the same interface."""
+"""Checkpoints: what is read, what is refused and by which message; and random weights with the same interface."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def test_a_stored_head_wins_over_a_config_that_ties_it(folder):
-    """transformers does not tie what it finds stored with other numbers."""
+    """transformers does not tie a head either if the checkpoint stores other numbers for it."""
     from transformers import AutoModelForCausalLM
 
     set_keys(folder, tie_word_embeddings=True)
@@ -345,7 +345,7 @@ def test_tensors_that_no_module_takes(folder):
         ),
         ("llama", {"is_causal": False}, "is_causal"),
         ("deepseek_v3", {"is_causal": False}, "is_causal"),
-        # Keys that transformers does not look at in these models, and by which core reads those of other types.
+        # Keys that transformers ignores in these models. Core reads them for models of other types.
         ("llama", {"sliding_window": 9}, "sliding_window"),
         ("llama", {"attn_logit_softcapping": 2.0}, "attn_logit_softcapping"),
         ("qwen3", {"attention_multiplier": 0.9}, "attention_multiplier"),

@@ -84,11 +84,11 @@ RUN = ("run", "--model", "tiny:llama", "--device", "cpu")
 
 
 class TestAnswers:
-    """Every prompt is answered when it is finished: what ends the command takes nothing away."""
+    """Every prompt is answered when it is finished, and an end of the command loses no answer."""
 
     @pytest.fixture
     def uneven(self, prompts) -> str:
-        """Three prompts, of which the second is finished first, and the first last."""
+        """Three prompts: the second one finishes first, and the first one last."""
         return prompts(*({"prompt": "hello", "max_tokens": tokens} for tokens in (9, 2, 5)))
 
     @pytest.fixture
@@ -218,7 +218,7 @@ def test_stop_texts_and_logprobs_of_the_command_and_of_a_line(attnplug: Attnplug
 
 
 def test_min_p_of_the_command_and_of_a_line(attnplug: Attnplug, prompts):
-    """A hot draw from nothing but the likeliest is greedy."""
+    """A high temperature with only the likeliest token left is greedy."""
     greedy = attnplug(*RUN, "--prompt", "hello").out
     hot = (*RUN, "--temperature", "50")
     assert attnplug(*hot, "--prompt", "hello", "--min-p", "1").out == greedy

@@ -64,7 +64,7 @@ RUN: dict[str, Any] = {
 }
 HOT = {"enable_hisparse": True, "hisparse_config": '{"device_buffer_size": 24}', "batch_invariant": True}
 ALONE = {"cuda_graph_batch_sizes": (1, 2), "cuda_graph_prefill_sizes": (16, 64), **HOT}
-"""What cannot be given beside another one of these."""
+"""Options that each exclude one of the others."""
 EMBED: dict[str, Any] = {
     **FIELDS,
     "batch_invariant": True,
@@ -75,7 +75,7 @@ EMBED: dict[str, Any] = {
 
 
 class Spy:
-    """In the place of an engine or an embedder: keeps what it is given, and takes no prompt."""
+    """Replacement for an engine or an embedder that records its arguments and refuses every prompt."""
 
     registry = Registry({})
     built: list[Spy]

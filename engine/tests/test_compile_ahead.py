@@ -1,4 +1,4 @@
-"""Compilation ahead: what a start-up launches is recorded on shapes alone, and compiled in parallel processes (E1)."""
+"""Compilation ahead: launches of a start-up are recorded on shapes alone and compiled in parallel processes (E1)."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_batch_invariant_arithmetic_is_recorded(tmp_path):
     ids=["checked layers", "a plan stream", "lengths on the host", "rows in host memory"],
 )
 def test_a_start_up_is_recorded_to_its_end(tmp_path, model, settings, kernel):
-    """E1: with each option that reads values of the device, or registers host memory."""
+    """E1: this includes every option that reads values of the device or registers host memory."""
     assert kernel in recorded(tmp_path, model, **settings)
 
 
@@ -206,7 +206,7 @@ def test_a_cache_is_filled_once_for_equal_requests(recorder, tmp_path):
 
 
 def test_a_recording_that_fails_is_told_and_tried_again(recorder, tmp_path):
-    """E1: kernels that were not found are compiled where they are launched."""
+    """E1: the failure is reported, and the next start records again. Missing kernels are compiled at their launch."""
     recorder(*EVENTS, {"stopped": "PlanError: why"}, {"finished": 3})
     report = fill_cache(REQUEST)
     assert report.problem == "PlanError: why" and [each.name for each in report.compiled] == ["attend"]

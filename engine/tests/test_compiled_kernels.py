@@ -146,7 +146,7 @@ def test_speculation(facts: Facts) -> None:
 
 
 def test_what_begins_and_ends_a_step(facts: Facts) -> None:
-    """A letter is read past the caches, which may still have the one that lay there before."""
+    """The mailbox is read past the caches, which may still hold its previous content."""
     begin, end = facts["steps"]
     assert begin["kernel"] == "_begin" and begin["uncached"] >= 3 and not begin["waits"]
     assert end["kernel"] == "_end" and not end["uncached"] and end["waits"]

@@ -31,7 +31,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.sample(4)
 def test_halves_give_float64s_result_wherever_a_request_is_cut(case):
-    """B4: the cache is NaN where nobody wrote, so the first half reads no row of the second."""
+    """B4: unwritten cache rows are NaN, which proves that the first half reads no row of the second."""
     for request, (_, new) in enumerate(case.lengths):
         for cut in range(1, new):
             stage = Stage(case, "cpu")
@@ -57,7 +57,7 @@ def assert_float64(stage: Stage, out: torch.Tensor, lse: torch.Tensor) -> None:
 
 
 def run_halves(stage: Stage, halves: tuple[ForwardBatch, ForwardBatch]) -> tuple[torch.Tensor, torch.Tensor]:
-    """One layer: both are planned first, then run in order, each by its own rows."""
+    """Run one layer: both halves are planned first, then run in order, each with its own rows."""
     for half in halves:
         plan_forward(stage.backend, half)
     counts, outs = [half.num_tokens for half in halves], []
@@ -87,7 +87,7 @@ LENGTHS = {"seq_lens", "new_lens", "host"}
 
 
 class TestCut:
-    """Requests of 2, 1 and 3 new tokens, of which the last is cut after its first: 4 rows and 2."""
+    """Cut of a batch with 2, 1 and 3 new tokens after the first token of its last request: 4 rows and 2."""
 
     @pytest.mark.parametrize(
         "field",
@@ -95,7 +95,8 @@ class TestCut:
         ids=lambda f: f.name,
     )
     def test_every_field_goes_where_it_says(self, field):
-        """B4: tokens to their half, the cut request to both, what is shared to both, plans and marks to neither."""
+        """B4: token fields are divided, fields of the cut request and shared fields go to both halves, plans and marks
+        to neither."""
         batch = uncaptured()
         first, second = split_batch(batch, BatchSplit(2, 1))
         if field in GEOMETRY:
@@ -112,7 +113,7 @@ class TestCut:
             assert halves == (value, value)
 
     def test_lengths_are_those_of_each_half(self):
-        """The second half's request has a prefix that is longer by what the first half runs of it."""
+        """The cut request's prefix in the second half includes the tokens that the first half runs."""
         batch = uncaptured()
         first, second = (half.geometry for half in split_batch(batch, BatchSplit(2, 1)))
         assert first.host == HostLengths([2, 1, 1], [7, 8, 7]) and second.host == HostLengths([2], [9])
@@ -125,7 +126,8 @@ class TestCut:
         assert batch.geometry.seq_lens.tolist() == [100, 101, 102], "the whole batch keeps its own"
 
     def test_every_length_of_a_geometry_is_one_that_a_cut_changes(self):
-        """B4: a length that is added without saying what a cut request has of it gives no geometry."""
+        """B4: a new length field without a rule for cut requests is reset to None, not copied from the whole
+        request."""
         assert {field.name for field in GEOMETRY if field.metadata["split"] == "length"} == LENGTHS
 
         @dataclasses.dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""Standalone drafts and those of EAGLE and EAGLE-3: against float64, and what is refused."""
+"""Standalone, EAGLE and EAGLE-3 draft models: results against float64, and refusals."""
 
 from __future__ import annotations
 

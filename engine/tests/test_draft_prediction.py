@@ -1,4 +1,4 @@
-"""Drafts that are a model's own layers for multi-token prediction: against float64, and what is refused."""
+"""Drafts by a model's own multi-token prediction layers: results against float64, and refusals."""
 
 from __future__ import annotations
 

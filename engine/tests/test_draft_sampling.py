@@ -29,7 +29,7 @@ def some_logits(vocab: int = VOCAB) -> Tensor:
 
 
 def judged(logits: Tensor, batch: SamplingMetadata) -> Tensor:
-    """In float64."""
+    """Logits with temperature and noise applied in float64."""
     noise = gumbel(0, logits.shape[1], batch.seed.cpu(), batch.position.cpu()).double()
     heat = batch.temperature.cpu().double().unsqueeze(1)
     return torch.where(heat > 0, logits.double() / heat.clamp(min=1e-9) + noise, logits.double())
@@ -51,7 +51,7 @@ def test_the_best_one_is_what_the_sampler_chooses(kernel_device: str) -> None:
 
 
 def test_a_draft_with_fewer_tokens_has_the_noise_of_the_targets(kernel_device: str) -> None:
-    """As if it had all of the target's, and the others could not be chosen."""
+    """The noise is that of the target's full vocabulary, of which the other tokens cannot be chosen."""
     logits, batch = some_logits(300), rows_of(kernel_device)
     ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))[:300].sort().values
     whole = torch.full((len(HEATS), VOCAB), -torch.inf).index_copy_(1, ids, logits)
@@ -69,7 +69,7 @@ def test_of_equals_the_first(kernel_device: str) -> None:
 
 
 def test_bad_logits_are_not_proposed(kernel_device: str) -> None:
-    """A whole row of them is proposed, as there is nothing else, with no probability."""
+    """If a whole row is bad, its tokens are proposed with no probability."""
     logits = some_logits()[:4]
     logits[:2, ::2], logits[:2, 1] = float("nan"), float("inf")
     logits[2:] = float("nan")

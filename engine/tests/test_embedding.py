@@ -90,7 +90,7 @@ def test_prompts_in_pieces_give_the_vectors_of_whole_ones(name, prompts):
 
 @pytest.fixture
 def bare(make_oracle, tmp_path):
-    """Saves what ``AutoModel`` makes of a checkpoint: no head, and names without ``model.``"""
+    """Checkpoint that ``AutoModel`` saves: without a head, and names without ``model.``"""
 
     def save(model_type: str, **changes: Any) -> Path:
         from safetensors import safe_open
@@ -171,7 +171,7 @@ def test_many_prompts_run_within_the_limits_of_the_context(pages, context, lengt
 
 
 def test_a_mean_is_taken_in_float32(monkeypatch):
-    """Whatever the model computes in: a sum in bfloat16 has three digits."""
+    """The model's type does not matter: a sum in bfloat16 would have three digits."""
     embedder = Embedder("tiny:llama", device="cpu", dtype="bf16", pooling="mean", normalize=False)
     rows = torch.linspace(1, 2, 1000).unsqueeze(1).bfloat16()
     monkeypatch.setattr(embedder.runner, "hidden_states", lambda step: rows)
@@ -223,7 +223,7 @@ def test_a_prompt_that_memory_cannot_hold_is_refused(monkeypatch):
 
 
 def test_a_model_whose_tokens_see_later_ones_is_refused(make_oracle):
-    """As gte-Qwen2 says of itself: its vectors would be wrong."""
+    """Such a model, as gte-Qwen2 is by its config, would get wrong vectors from causal attention."""
     folder = make_oracle("llama").folder
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "is_causal": False}))

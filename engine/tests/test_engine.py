@@ -255,7 +255,7 @@ def test_dtypes_and_fp8_cache_run():
 
 
 def test_auto_takes_what_was_measured_the_fastest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """And others beside it where they are faster."""
+    """Other backends share the role for the batches in which they are faster."""
     layer = load_spec("tiny:llama").layers[0]
     twins = measured_twins(monkeypatch, tmp_path, layer, DType.FLOAT32)
     monkeypatch.setattr("attnplug_engine.prepare.load_registry", lambda: twins)
@@ -266,7 +266,7 @@ def test_auto_takes_what_was_measured_the_fastest(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("given", [None, "7"])
 def test_freed_memory_is_kept_for_a_while_by_the_allocator_that_torch_has_on_arm(given):
-    """It is said before torch loads, and what a person says counts."""
+    """The environment variable must be set before torch is loaded. A user's own value is kept."""
     name = "MIMALLOC_PURGE_DELAY"
     code = f"import sys, os, attnplug_engine; assert 'torch' not in sys.modules; print(os.environ.get({name!r}))"
     environment = {key: value for key, value in os.environ.items() if key != name}

@@ -255,7 +255,7 @@ def no_kernel(context: BackendContext) -> None:
 
 
 def test_ranks_that_chose_differently_are_an_error(engine: Engine) -> None:
-    """They run one schedule, and pages of two sizes would part them."""
+    """Ranks run one schedule, which different page sizes would not allow."""
 
     class Ranks:
         rank, size = 0, 2

@@ -136,7 +136,7 @@ def test_clipped_gates_and_biases(clip, biased, gated, device):
 @on_every_device
 @pytest.mark.parametrize("ranked", [4096, 0])
 def test_an_expert_may_have_all_tokens_or_none(ranked, device):
-    """More than one block of the same expert, the last one not full; and experts that nobody chose before and after."""
+    """One expert has several blocks, the last one partly filled. Experts before and after it have no tokens."""
     layer = Layer(device=device)
     x = layer.made(19, layer.hidden)
     topk_weights = torch.rand(19, 2).to(device)
@@ -319,7 +319,7 @@ def test_a_model_has_the_same_experts_on_kernels(name, tokens, device, monkeypat
 @pytest.mark.parametrize("tokens", [1, 5, 64, 300])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_one_capture_serves_every_routing(tokens, dtype, device):
-    """Nothing waits for the GPU; replays have the bits of what is not captured."""
+    """No step synchronizes with the GPU, and replays equal eager runs bit by bit."""
     layer = Layer(experts=16, hidden=256, width=96, dtype=dtype, device=device)
     weight = layer.made(17, layer.hidden)
 
@@ -328,7 +328,7 @@ def test_one_capture_serves_every_routing(tokens, dtype, device):
         topk_ids, topk_weights = kernels("routing").choose(
             logits[:, :16], 4, sigmoid=True, bias=None, normalised=True, scaling=1.0
         )
-        ranked = 0 if tokens == 300 else 4096  # so that torch's sort is captured, too
+        ranked = 0 if tokens == 300 else 4096  # captures torch's sort, too
         return layer.fused_experts(x, topk_ids, topk_weights, shared=x, gate=logits[:, 16], onto=x, ranked=ranked)
 
     held = layer.made(tokens, layer.hidden)

@@ -39,7 +39,7 @@ class TestThirdParties:
     def test_alternating_steps_give_the_tokens_of_transformers(
         self, model_type, make_oracle, package: Package, monkeypatch
     ):
-        """A9, B5: the tokens change by nothing but the arithmetic of the backends, one of which runs in float64."""
+        """A9, B5: a change of backend between steps changes only rounding. One of the backends runs in float64."""
         package("toys", TOYS)
         share(monkeypatch, "double", "other", NAME)
         oracle = make_oracle(model_type)
@@ -70,7 +70,7 @@ class TestThirdParties:
         package("toys", TOYS)
         share(monkeypatch, NAME, "double")
         printed = attnplug("run", "--model", DEEPSEEK, "--device", "cpu", "--prompt", "hello", "--max-tokens", "3").err
-        printed = " ".join(printed.split())  # it is wrapped
+        printed = " ".join(printed.split())  # the output is wrapped
         assert "without double: it cannot extend MLA by chunked or one_shot, so it does not share prefill" in printed
 
     def test_tables_are_read_once_while_an_engine_starts(self, package: Package, tmp_path, monkeypatch):
@@ -87,7 +87,7 @@ class TestThirdParties:
 
     def test_one_backend_alone_is_not_counted(self):
         usage = BackendUsage()
-        usage.add(object())  # type: ignore[arg-type] # not looked at
+        usage.add(object())  # type: ignore[arg-type] # the value is not read
         assert not usage.by_backend()
 
     def test_a_single_backend_is_not_listed(self, attnplug: Attnplug):
@@ -262,7 +262,8 @@ class TestRanks:
 
 
 def test_batches_say_how_long_their_requests_are_about(monkeypatch):
-    """In every mode that an engine runs, also of a draft, and where the lengths are on the device alone."""
+    """Batches carry typical lengths in every mode of an engine, also of a draft, and if lengths are on the device
+    only."""
     seen: dict[ForwardMode, list[TypicalLens | None]] = {}
 
     class Watching(FastestBackend):

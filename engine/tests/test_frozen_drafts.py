@@ -1,4 +1,4 @@
-"""Assistants, which read the target's cache: tokens, logits against float64, what they leave alone, what is refused."""
+"""Assistants that read the target's cache: tokens, logits against float64, an untouched target cache, refusals."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_ranks_give_the_same_tokens(assistants):
 
 
 class Rows:
-    """Looks at the target's rows at each of a draft's forwards: all that it must not read is NaN from there on."""
+    """Record of the target's rows that a draft may read at each forward. All other rows are set to NaN."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, one: Engine) -> None:
         self.read: list[list[dict[int, tuple[torch.Tensor, torch.Tensor]]]] = []

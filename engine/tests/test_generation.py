@@ -38,7 +38,7 @@ def prompts() -> list[list[int]]:
 
 
 class Oracle:
-    """A checkpoint that transformers made, and what transformers itself gets from it, by whole forwards."""
+    """A checkpoint made by transformers, and transformers' own results for it by whole forwards."""
 
     def __init__(self, folder, name: str) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM

@@ -1,6 +1,6 @@
-"""Captured decode steps, by a capture that runs the same calls again: all but the CUDA graph itself.
+"""Captured decode steps with a fake capture that runs the same calls again: everything but the CUDA graph itself.
 
-What a real graph does is in ``tests/test_engine_graphs.py``, on a GPU.
+Real graphs are tested on a GPU, in ``tests/test_engine_graphs.py``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SIZES = (1, 2, 4)
 
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch):
-    """Makes every engine run on the backend that can be "captured" here."""
+    """Let every engine run on the backend that can be "captured" here."""
 
     def use(kind: type[RefilledNative] = RefilledNative, linear: type[RefilledDelta] = RefilledDelta) -> None:
         monkeypatch.setattr(
@@ -98,7 +98,7 @@ class TestTokens:
 
     @pytest.mark.parametrize("fill", [0, 1, 6])
     def test_padding_writes_to_nobodys_pages(self, fill, native):
-        """Whatever length padded requests have: those with one have pages of their own."""
+        """Padded requests write to no request's pages. If they have a length, pages are reserved for them."""
         native(partial(RefilledNative, fill=fill))
         graphs, eager = captured(engine(num_pages=24), (4,)), engine(num_pages=24)
         reserved = -(-fill // 4)
@@ -139,7 +139,7 @@ class TestTokens:
     @pytest.mark.parametrize("replayed", [False, True], ids=["prefill", "replay"])
     def test_a_request_whose_logits_are_not_finite_ends_alone(self, replayed, native):
         graphs, eager = captured(engine(overlap=True), (4,)), engine()
-        bad = 13  # its embedding: whoever meets the token has NaN from there on
+        bad = 13  # its embedding is NaN, and so are all later states of a request with this token
         if replayed:
             bad = tokens(eager, params())[1][1]
         for one in (graphs, eager):
@@ -158,7 +158,7 @@ class TestTokens:
 
     @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlapped"])
     def test_a_preempted_request_that_decodes_at_once_runs_its_own_token(self, overlap, native):
-        """All but its newest token may be cached, and its row has been another request's."""
+        """The prefix cache may hold all but its newest token, and another request may have used its row meanwhile."""
         eager = engine(prefix_cache=True, ignore_eos=True)
         graphs = captured(engine(prefix_cache=True, ignore_eos=True, overlap=overlap, num_pages=13), SIZES)
         drawn = Random(45)
@@ -204,7 +204,7 @@ class TestPhases:
         assert geometry.captured and geometry.max_seq_len == 10
 
     def test_every_replay_is_planned_by_the_backend_before_it(self, native):
-        """Those of the check before serving, too."""
+        """This includes the replays of the check before serving."""
         one, planned = engine(), []
         plan = one.runner.attention.capture
 
@@ -224,9 +224,9 @@ class TestPhases:
         assert one.runner.graphs.decode.fitting(1).batch.positions.tolist() == [3, 0, 0, 0]
 
     def test_an_unmarked_capture_would_be_planned_again(self, native, monkeypatch):
-        """B2: what the test above sees if the mark is forgotten."""
+        """B2: without the mark, a capture plans again and fails, so the test above would notice."""
         monkeypatch.setattr("attnplug.ForwardBatch.mark_forward_metadata_ready", lambda self: None)
-        with pytest.raises(PlanError, check=naming("claims.needs_cpu_seq_lens")):  # which a captured batch never has
+        with pytest.raises(PlanError, check=naming("claims.needs_cpu_seq_lens")):  # captured: no host lengths
             captured(engine(), SIZES)
 
     def test_largest_first_with_progress(self, native):
@@ -292,7 +292,8 @@ class TestPhases:
 
 
 class StaleLengths(Refilling):
-    """Claims graphs and keeps the lengths of its first batch: what a host's list baked into a graph is."""
+    """Faulty backend that claims graphs but keeps the lengths of its first batch, as if host lengths were baked into a
+    graph."""
 
     def refill(self, plan, geometry):
         if not plan.metadata.rows:
@@ -363,7 +364,7 @@ class LoudPadding(Refilling):
 
 
 class WritesPadding(Refilling):
-    """Padded requests write to the first row of all, which may be anybody's."""
+    """Faulty backend whose padded requests write to the first row of the pool, which may be some request's."""
 
     def refill(self, plan, geometry):
         super().refill(plan, geometry)
@@ -407,7 +408,7 @@ class TestOverclaims:
 
     @pytest.mark.parametrize("model", MODELS)
     def test_padding_that_writes_to_the_cache_is_found_out(self, model, native):
-        """Attention that runs afterwards, eager or not, reads the same wrong row: outputs do not tell."""
+        """Outputs do not show this fault: attention that runs afterwards, eager or not, reads the same wrong row."""
         native(WritesPadding)
         with pytest.raises(CaptureMismatch, check=having("4 requests", fault="writes")):
             captured(engine(model), (4,))

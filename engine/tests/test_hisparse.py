@@ -1,4 +1,4 @@
-"""HiSparse in the engine: the tokens that there are without it, whatever happens, and nothing is left (A10)."""
+"""HiSparse in the engine: always the same tokens as without it, and no memory left in use (A10)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAN = float("nan")
 
 
 def prompts() -> list[list[int]]:
-    """Shorter and far longer than what a row attends to; two begin alike."""
+    """Prompts shorter and far longer than the number of rows that a token attends to. Two share a prefix."""
     random = torch.Generator().manual_seed(8)
     drawn = [torch.randint(0, 128, (length,), generator=random).tolist() for length in (50, 5, 33, 40, 1)]
     drawn[3][:30] = drawn[0][:30]
@@ -118,7 +118,7 @@ def test_tokens_are_those_without_it(model, hot, expected):
 )
 @pytest.mark.sample(1)
 def test_however_steps_are_made(model, settings, expected):
-    """The host pool that is exhausted preempts a request, as pages that lack always do."""
+    """An exhausted host pool preempts a request, as a lack of pages does."""
     engine = make(model, **settings)
     assert tokens(engine) == expected(model)
     assert bool(engine.scheduler.preemptions) is ("num_pages" in settings)

@@ -29,7 +29,7 @@ def prompts() -> list[list[int]]:
 
 
 class Oracle:
-    """A checkpoint that transformers made, and what it gives by whole forwards, without any cache."""
+    """A checkpoint made by transformers, and its logits from whole forwards without any cache."""
 
     def __init__(self, folder: str, name: str) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -83,8 +83,8 @@ def test_same_tokens_token_by_token_without_a_prefix_cache(oracle):
 
 @pytest.mark.parametrize("oracle", ["kimi_linear"], indirect=True)
 def test_forced_chunks_give_the_same_tokens_behind_the_hybrid_wrapper(oracle):
-    """A7, A8, C1: prefixes of 17 and 34 rows, up-projected 8 at a time and merged by what the full backend filled.
-    One prompt at a time: beside a request that decodes, an extend runs absorbed."""
+    """A7, A8, C1: prefixes of 17 and 34 rows are up-projected 8 rows at a time and merged by the log-sum-exp of the
+    full backend. Prompts run one at a time, since an extend beside a decode runs absorbed."""
     policy = ExtendPolicy(forced=ExtendPath.CHUNKED, chunk_capacity=8)
     running = engine(oracle, chunked_prefill_size=17, prefix_cache=False, extend_policy=policy)
     for prompt in prompts()[1:3]:
@@ -93,7 +93,7 @@ def test_forced_chunks_give_the_same_tokens_behind_the_hybrid_wrapper(oracle):
 
 @pytest.mark.parametrize("oracle", [*STATES, "mamba2"], indirect=True)
 def test_hits_at_and_between_checkpoints_are_exact(oracle):
-    """A7: a prefix is found as far as there is a snapshot, and only what lies after it is computed again."""
+    """A7: a prefix hit ends at the last state snapshot, and only the tokens behind it are computed again."""
     running = engine(oracle, state_checkpoint=16)
     first, second = prompts()[1:3]
     check(running, oracle, [first])

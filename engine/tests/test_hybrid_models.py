@@ -98,7 +98,7 @@ def assert_equal(found, wanted):
 
 
 def in_chunks(stage, sequences, sizes):
-    """Logits of whole sequences, of which every step takes the next of ``sizes`` tokens, as far as there are any."""
+    """Logits of whole sequences. Each step takes the next ``size`` tokens of every sequence that has some left."""
     parts = [[] for _ in sequences]
     start = 0
     for size in sizes:
@@ -150,7 +150,7 @@ def test_chunks_of_any_size_give_the_logits_of_the_whole_prompt(name, shared_ora
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.sample(2)
 def test_requests_of_one_batch_end_and_start_apart(name, shared_oracle, make_stage, prompts):
-    """In a step some extend by a chunk, some by a token, and some by nothing."""
+    """In one step some requests extend by a chunk, some by one token, and some by none."""
     oracle = shared_oracle(name)
     stage = make_stage(loaded_from(oracle), 2)
     first, second = prompts[0], prompts[2]

@@ -1,4 +1,4 @@
-"""Batch-invariant arithmetic: a row has the same bits whatever the other rows are (E3)."""
+"""Batch-invariant arithmetic: the bits of a row do not depend on the other rows (E3)."""
 
 from __future__ import annotations
 
@@ -147,7 +147,8 @@ def test_the_gpu_product(outputs: int, inputs: int, gated: bool, device: str) ->
 
 @pytest.fixture
 def blocks_of_32(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Let the library multiply 32 rows at once; return what it multiplied. On a CPU it is torch in float32."""
+    """Let the library multiply 32 rows at once, and return the list of its inputs. On a CPU, torch multiplies in
+    float32."""
     from attnplug_engine.kernels import invariant_gemm
 
     multiplied: list[Tensor] = []

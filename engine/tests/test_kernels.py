@@ -33,7 +33,7 @@ BOUNDS = {torch.float32: 2e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are used on whatever device."""
+    """Let kernels be used on every device."""
     monkeypatch.setattr(kernels, "usable", lambda _: True)
 
 
@@ -49,7 +49,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 
 def poisoned_rows(rows: int, width: int, device: str, seed: int = 0) -> Tensor:
-    """Rows of a wider tensor: NaN lies before, after and below them."""
+    """Rows of a wider tensor, with NaN before, after and below them."""
     memory = torch.full((rows + 1, width + 16), torch.nan, dtype=TYPES[device], device=device)
     memory[:rows, 8 : 8 + width] = random(rows, width, device=device, seed=seed)
     return memory[:rows, 8 : 8 + width]
@@ -79,7 +79,7 @@ def normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 def test_a_product_of_few_rows_is_float64s(
     rows: int, inputs: int, outputs: int, block_k: int, gated: bool, norm: bool, device: str
 ) -> None:
-    """Whatever does not divide evenly, with every prologue and epilogue; nothing around the rows is read."""
+    """Sizes do not divide evenly, and every prologue and epilogue is used. Nothing around the rows is read."""
     from attnplug_engine.kernels.gemm_tiles import GemmConfig
     from attnplug_engine.kernels.skinny_gemm import skinny_gemm
 
@@ -109,7 +109,7 @@ def test_a_product_of_few_rows_is_float64s(
 @pytest.mark.parametrize("device", BY_KERNEL)
 @pytest.mark.parametrize("stages", [0, 3])
 def test_a_row_does_not_depend_on_the_others(stages: int, device: str) -> None:
-    """Padding rows of a captured step hold whatever was there: not a bit of the others is to change."""
+    """Padding rows of a captured step hold arbitrary values, which must not change a bit of other rows."""
     from attnplug_engine.kernels.gemm_tiles import GemmConfig
     from attnplug_engine.kernels.skinny_gemm import skinny_gemm
 
@@ -124,7 +124,7 @@ def test_a_row_does_not_depend_on_the_others(stages: int, device: str) -> None:
 
 @pytest.mark.parametrize("device", BY_KERNEL)
 def test_rows_may_begin_at_any_place(device: str) -> None:
-    """Numbers are loaded in pairs, and these begin in the middle of one."""
+    """Numbers are loaded in pairs, and these rows begin in the middle of a pair."""
     from attnplug_engine.kernels.gemm_tiles import GemmConfig
     from attnplug_engine.kernels.skinny_gemm import skinny_gemm
 
@@ -200,7 +200,7 @@ def test_a_program_loads_a_bounded_part_of_the_matrix_at_once(shape: tuple[int, 
 
 
 class Norm(torch.nn.Module):
-    """As ``RMSNorm`` is from outside, without weights that are read."""
+    """Stand-in with the interface of ``RMSNorm``, whose weights are not read."""
 
     def __init__(self, gain: Tensor) -> None:
         super().__init__()
@@ -335,7 +335,7 @@ def test_heads_are_normed_and_rotated_where_they_lie(with_norms: bool, dim: int,
 
 
 class PretendAttention:
-    """In the place of attention: what comes out depends on q, k and v of the same token alone."""
+    """Replacement for attention whose output depends only on q, k and v of the same token."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *_: object, **_extras: object) -> Tensor:
         group = q.shape[1] // k.shape[1]

@@ -1,5 +1,4 @@
-"""New cache rows of MLA layers: made by one kernel with their queries, which may be absorbed, and stored by it where
-the plan says.
+"""New cache rows of MLA layers: one kernel makes them and their queries, absorbed or not, and stores them as planned.
 
 As in ``test_kernels``: in Triton's interpreter, or on a GPU.
 """
@@ -69,7 +68,7 @@ def test_latent_rows_are_stored_at_their_slots_and_nowhere_else(
     weights = up_projection(5, 24, 20, device)
     down, q = poisoned_rows(3, 36, device, seed=1), random(3, 5, 24 + 16, device=device)
     rows = turn.latent_rows(q.clone(), down, 24, norm)
-    # 6 rows, apart where the memory is wider, with a row of nobody's before and one after.
+    # 6 rows, with gaps where the memory is wider, and an unused row before and after them.
     memory = torch.full((8, width), torch.nan, dtype=TYPES[device], device=device)
     wanted = memory.clone()
     for token, slot in written.items():
@@ -126,7 +125,7 @@ def test_rows_and_queries_are_made_of_what_a_late_kernel_made(device: str) -> No
     places, everything = RowPlaces(cache, torch.tensor([6, -1, 2], device=device)), torch.arange(8, device=device)
     layout = PageLayout.named("token_major", 8, 1, 1, 528)
     read = layout.view(torch.empty(layout.elements, dtype=given.dtype, device=device))
-    reader = RowWriter(read, layout, 1.0)  # what it writes is what it has read
+    reader = RowWriter(read, layout, 1.0)  # it writes what it has read
 
     def run() -> list[Tensor]:
         """Nothing but these is launched: a plain launch in between would wait for all."""
@@ -139,7 +138,7 @@ def test_rows_and_queries_are_made_of_what_a_late_kernel_made(device: str) -> No
     wanted = run()
     assert int((~read.isnan()).sum()) == 2 * 528
     for _ in range(3):
-        for memory in (late, cache, read):  # whoever reads too soon finds NaN
+        for memory in (late, cache, read):  # a kernel that reads too soon finds NaN
             memory.fill_(torch.nan)
         torch.cuda.synchronize()
         fill_late(late, given, milliseconds=20)

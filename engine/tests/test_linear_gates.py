@@ -84,7 +84,7 @@ def test_a_norm_and_then_its_gate(shared, silu, device, gates) -> None:
 
 @on_every_device
 def test_a_gate_and_then_the_norm_of_a_sum(device, gates) -> None:
-    """Mamba-2's: what passes by the recurrence is added first, head by head; groups hold several heads."""
+    """Mamba-2's gate: the part that bypasses the recurrence is added first, head by head. Groups hold several heads."""
     heads, width, groups = 4, 5, 2
     x, gate, past = slices(device, *[heads * width] * 3)
     weight, skip = weights(device, heads * width), weights(device, heads)

@@ -1,4 +1,4 @@
-"""Mailbox to captured steps, and their answers: the ring, and the kernels that read and write it, in Triton's
+"""Mailbox of captured steps, inputs and outputs: the ring, and the kernels that read and write it, in Triton's
 interpreter or on a GPU."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def fields(slot: Tensor) -> tuple[Any, Any]:
 
 
 def make(device: str) -> tuple[Mailbox[tuple[Any, Any]], Tensor, Tensor]:
-    """Mailbox, and where the device keeps their rows and lengths."""
+    """Mailbox, and the device memory of rows and lengths."""
     mailbox = Mailbox(16 * SIZE, SIZE, torch.device(device), fields)
     return mailbox, mailbox.memory[: 8 * SIZE].view(torch.int64), mailbox.memory[8 * SIZE :].view(torch.int32)[:SIZE]
 
@@ -40,8 +40,8 @@ def make(device: str) -> tuple[Mailbox[tuple[Any, Any]], Tensor, Tensor]:
 @pytest.mark.parametrize("device", BY_KERNEL)
 @pytest.mark.parametrize("pages", [1, 37, 1500])
 def test_a_captured_step_begins_and_ends_by_kernels_as_by_torch(pages: int, device: str) -> None:
-    """Rows of the table in any order, padded requests that share one, and a part of a wider page table; in every turn
-    the step's own slot, and its tokens in the answer to it."""
+    """Rows of the table are in any order, padded requests share one, and the page table is part of a wider one. Every
+    step uses its own mailbox slot for inputs and tokens."""
     from attnplug_engine.kernels import step_io
 
     random = torch.Generator().manual_seed(pages)
@@ -55,7 +55,7 @@ def test_a_captured_step_begins_and_ends_by_kernels_as_by_torch(pages: int, devi
         found = []
         for begin, end in (
             (lambda *given: step_io.begin(mailbox, *given), lambda *given: step_io.end(mailbox, *given)),
-            (decode._begin, decode.store_tokens),  # finds what the kernel has put into the device's memory
+            (decode._begin, decode.store_tokens),  # reads the kernel's output in device memory
         ):
             table = torch.full((7, pages), -5, dtype=torch.int32, device=device)
             ids, positions = torch.zeros(5, dtype=torch.int64, device=device), torch.full_like(lens[:5], -5)
@@ -71,7 +71,7 @@ def test_a_captured_step_begins_and_ends_by_kernels_as_by_torch(pages: int, devi
 
 @pytest.mark.parametrize("device", BY_KERNEL)
 def test_a_step_ends_for_any_number_of_requests(device: str) -> None:
-    """More than one program's block of them; nothing behind them is written."""
+    """Requests fill more than one program's block. Nothing behind them is written."""
     from attnplug_engine.kernels import step_io
 
     count = 600
@@ -87,7 +87,7 @@ def test_a_step_ends_for_any_number_of_requests(device: str) -> None:
 
 
 def answer(mailbox: Mailbox[Any], *tokens: int) -> Any:
-    """Do what a step does that samples these tokens."""
+    """Write these sampled tokens to the mailbox, as a step does."""
     turn = int(mailbox.slot)
     mailbox.output_slots[turn, : len(tokens)] = torch.tensor(tokens)
     mailbox.slot.fill_((turn + 1) % SLOTS)
@@ -116,7 +116,7 @@ def test_each_slot_is_another_one_and_holds_what_was_written_a_ring_ago() -> Non
 
 
 def test_memory_is_given_back_when_no_step_reads_or_writes_it_any_more() -> None:
-    """Torch gives pinned memory to others at once: it does not know of kernels that use it."""
+    """torch hands pinned memory on at once, since it does not know of kernels that use it."""
     mailbox, waited = make("cpu")[0], []
     for step in range(SLOTS):
         input_slots = weakref.ref(mailbox.input_slots)
@@ -131,14 +131,14 @@ def test_memory_is_given_back_when_no_step_reads_or_writes_it_any_more() -> None
 def test_host_and_device_agree_on_the_current_slot_following_a_capture() -> None:
     mailbox = make("cpu")[0]
     answer(mailbox, 1)
-    mailbox.slot.fill_(1)  # a warm-up more than was answered
+    mailbox.slot.fill_(1)  # one more warm-up than answers
     mailbox.reset()
     for step in (5, 6, 7):
         with mailbox.write():
             assert answer(mailbox, step).tokens() == [step]
 
 
-# Engines whose captured steps take mailbox, by a capture that runs the same calls again
+# Engines whose captured steps read the mailbox, with a fake capture that runs the same calls again
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11], [3, 1, 4, 1, 5], [9, 2, 6]]
 DRAWN = {"temperature": 0.9, "top_k": 20, "seed": 3}
@@ -164,7 +164,7 @@ def asked(number: int, **more: Any) -> SamplingParams:
 
 
 def generated(engine: Engine, **more: Any) -> list[Any]:
-    """Requests that end one after the other, some of whose tokens are drawn."""
+    """Outputs of requests that end one after the other. Some of their tokens are drawn."""
     return engine.generate(PROMPTS, [asked(number, **more) for number in range(len(PROMPTS))])
 
 
@@ -194,7 +194,7 @@ def test_log_probabilities_are_those_of_the_tokens_in_the_answer(monkeypatch):
 
 @INTERPRETED
 def test_steps_are_captured_with_padding_alone(monkeypatch):
-    """In every slot: warm-ups take one after the other, and write where it says."""
+    """This holds in every slot: warm-ups take the slots in turn and write to the rows that these name."""
     engine = made(monkeypatch, "tiny:kimi_linear")
     inputs, table = engine.runner.graphs.decode.inputs, engine.runner.table
     for host in inputs.mailbox.host_slots:

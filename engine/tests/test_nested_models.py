@@ -111,7 +111,7 @@ def test_published_kimi_names_its_text_model_kimi_k2(oracle, tmp_path):
 
 
 def test_a_stored_head_is_not_tied(oracle, tmp_path):
-    """mistral3 is tied unless its config says otherwise, and published ones say nothing."""
+    """mistral3 ties its head unless the config says otherwise, and published configs leave the key out."""
     made = oracle("mistral3")
     folder = rewritten(made, tmp_path, lambda config: config.pop("tie_word_embeddings"))
     assert generated(folder) == generated(made.folder)

@@ -35,8 +35,11 @@ DRAFTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Nesting:
-    """``verify`` is who verifies where two backends prefill and decode. ``outside``: linear layers are joined to each
-    of the two, and not to both as one. ``shared``: two backends in the place of each take turns by length."""
+    """A way to nest backends, with a model and a draft.
+
+    ``verify``: role of the backend that verifies if two backends prefill and decode. ``outside``: each of the two is
+    joined to linear layers, instead of both as one. ``shared``: two backends share each place by length.
+    """
 
     model: str
     draft: str

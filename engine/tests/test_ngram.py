@@ -17,7 +17,7 @@ CONTEXT = 64
 
 
 def filled(texts: Sequence[Sequence[int]], device: str, context: int = CONTEXT) -> History:
-    """A table of these texts; poison lies behind each."""
+    """History of these texts, with poison behind each."""
     history = History(len(texts), context, torch.device(device))
     history.tokens.fill_(POISON)
     for row, text in enumerate(texts):
@@ -104,7 +104,8 @@ def test_rows_and_lengths_of_a_batch(kernel_device: str) -> None:
 
 
 def test_accepted_tokens_are_appended(kernel_device: str) -> None:
-    """As many as were accepted, none past the context; a -1 becomes a token that exists. Padding touches nobody."""
+    """Only accepted tokens are appended, none past the context. A -1 becomes a valid token. Padding changes no row of a
+    request."""
     texts = [[1] * 10, [2] * (CONTEXT - 2), [3] * 4, [4] * 5]
     history = filled(texts, kernel_device)
     rows = torch.tensor([2, 0, 1, 3, 4, 4], device=kernel_device)

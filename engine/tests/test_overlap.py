@@ -160,7 +160,7 @@ def test_a_failure_takes_back_all_that_is_in_flight(model: str, where: str, monk
 
 
 def test_statistics_count_no_second_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that ticks when it is read: the seconds of all steps are those of all calls."""
+    """The clock ticks when it is read. The seconds of all steps add up to those of all calls."""
     now = iter(range(10**6))
     monkeypatch.setattr("attnplug_engine.serving.step_loop.time.perf_counter", lambda: next(now))
     engine = make(prefix_cache=False)

@@ -1,4 +1,4 @@
-"""PageAllocator: what is handed out, shared and given back, and that a refused call changes nothing."""
+"""PageAllocator: pages that are allocated, shared and freed, and that a refused call changes nothing."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_call_costs_time_in_its_pages_and_not_in_the_pool() -> None:
 
 
 class AllocatorAgainstCounts(RuleBasedStateMachine):
-    """The allocator does what a plain list of counts does."""
+    """State machine that compares the allocator with a list of reference counts."""
 
     SIZE = 6
 

@@ -1,4 +1,5 @@
-"""The plan stream: which batches of a round are planned ahead, who waits for whom, and that no stale plan is used."""
+"""The plan stream: which batches of a round are planned ahead, how streams wait for each other, and that no stale plan
+is used."""
 
 from __future__ import annotations
 
@@ -97,7 +98,7 @@ class TestTokens:
         ],
     )
     def test_they_are_those_without_speculation(self, model, settings, overlap, watch):
-        """B1, B2: whatever was planned ahead had the lengths, pages and trees of the batch that used it."""
+        """B1, B2: every batch planned ahead had the lengths, pages and trees with which it ran later."""
         assert tokens(ahead(model, overlap=overlap, **settings)) == plain(model)
         assert VERIFY in watch.used
 
@@ -150,7 +151,7 @@ def stepped(one: Engine, new: int = 40, prompts: int = 1) -> list[list[str]]:
 
 
 class TestPlanning:
-    """Each backend plans each batch once, and ahead, if there is a plan stream (B1, B2)."""
+    """With a plan stream, each backend plans each batch once, and ahead of its use (B1, B2)."""
 
     @pytest.mark.parametrize(
         ("settings", "draft"),
@@ -201,7 +202,7 @@ class TestPlanning:
         assert len(request.output) == 5 and VERIFY in watch.planned
         del watch.planned[:]
         one.add([4], SamplingParams(40))
-        one.step()  # its round brings the last token, its prefill ends
+        one.step()  # the round ends with the last token, and the prefill ends
         assert VERIFY not in watch.planned
         lacking = []
         for _ in range(8):
@@ -254,7 +255,7 @@ class TestStale:
         self.drops(one, watch)
 
     def test_with_lengths_that_were_taken_back(self, watch):
-        """The host knows nothing of a round that an error took back, and begins before it."""
+        """After an error, the host has lengths from before the round that was taken back."""
         one = ahead(overlap=True, **CHAIN)
         stepped(one)
         request = one.scheduler.running[0]
@@ -307,7 +308,7 @@ class TestStale:
             one.runner.table.extend(rows[1], 64)
         elif change == "bound":
             longest += 1
-        elif change == "newest token told":  # which it cannot be: nobody has read it
+        elif change == "newest token told":  # cannot happen: the host has not read it
             entries[1] = entries[1]._replace(token_ids=(5,))
         elif change == "told elsewhere":
             running.tokens()
@@ -332,7 +333,7 @@ class TestStale:
 
 
 class Streams:
-    """CUDA streams that only tell what happens, in a list."""
+    """Fake CUDA streams that record their events in a list."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
@@ -480,7 +481,8 @@ def test_it_is_off_unless_asked_for():
 
 
 def test_a_shape_is_what_its_drafter_makes(watch):
-    """Every batch of a round but its first verify was planned ahead: no shape is planned and then made otherwise."""
+    """Every batch of a round except its first verify was planned ahead. None is planned with one shape and made with
+    another."""
     one = ahead(overlap=False, **TREE)
     one.add(PROMPTS[0], SamplingParams(30))
     one.step()

@@ -1,6 +1,6 @@
-"""Captured prefills, by a capture that runs the same calls again: all but the CUDA graph itself.
+"""Captured prefills with a fake capture that runs the same calls again: everything but the CUDA graph itself.
 
-What a real graph does is in ``tests/test_engine_graphs.py``, on a GPU.
+Real graphs are tested on a GPU, in ``tests/test_engine_graphs.py``.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class AnyLinear(RefilledDelta):
 
 @pytest.fixture(autouse=True)
 def native(monkeypatch: pytest.MonkeyPatch):
-    """Makes every engine run on the backend that can be "captured" here."""
+    """Let every engine run on the backend that can be "captured" here."""
 
     def use(kind: Any = AnyBatch, linear: Any = AnyLinear) -> None:
         build_native = partial(build, kind=kind, linear=linear)
@@ -256,7 +256,8 @@ class TestTokens:
         assert graphs.statistics.replayed_prefills == 1 and not graphs.statistics.eager_prefills
 
     def test_a_chunk_that_is_not_sampled_gets_no_token_wherever_it_is(self):
-        """The scheduler has it last; a runner takes any order. Nobody's newest token may change."""
+        """The scheduler puts this chunk last, but a runner takes any order. The chunk's newest token must not
+        change."""
         newest = []
         for one in (captured(engine()), engine()):
             runner = one.runner
@@ -273,7 +274,7 @@ class TestTokens:
 
     @pytest.mark.parametrize("fill", [0, 6])
     def test_padding_writes_to_nobodys_rows(self, fill, native):
-        """Padded tokens belong to nobody, and padded requests have no new ones, whatever length they have."""
+        """Padded tokens belong to no request. Padded requests have no new tokens, even if they have a length."""
         native(partial(AnyBatch, fill=fill))
         one = captured(engine(num_pages=24))
         pool = one.runner.pools.mha
@@ -333,8 +334,8 @@ class TestSpeculation:
         ],
     )
     def test_drafts_read_and_propose_the_same(self, model, settings, draft, monkeypatch):
-        """In chunks, of which the last one ends several requests at once. A draft whose backend captures no extends
-        runs eagerly behind the target's graph."""
+        """Prompts run in chunks, the last of which ends several requests at once. A draft whose backend captures no
+        extends runs eagerly behind the target's graph."""
         own = partial(build, kind=draft)
         monkeypatch.setattr("attnplug_engine.speculation.draft_runner.build_selection", own)
         eager, graphs = (engine(model, chunked_prefill_size=20, **settings) for _ in range(2))
@@ -453,7 +454,7 @@ class TestCapture:
         assert [str(mode) for mode in calls] == ["extend"] and one.runner.backend.planned == planned
 
     def test_what_saves_no_time_is_not_kept(self, monkeypatch):
-        """From some size on the device takes longer than the host; much longer ones are not even captured."""
+        """Above some size the device takes longer than the host. Much longer prefills are not even captured."""
         times, captures = iter([1.0, 1.6, 1.0, 1.4, 1.3, 1.0, 1.0, 0.2]), list[Any]()
         monkeypatch.setattr("attnplug_engine.graphs.prefill._seconds", lambda *given, **how: next(times))
         one = engine()
@@ -470,7 +471,7 @@ class TestCapture:
         assert one.statistics.replayed_prefills
 
     def test_ranks_go_by_the_one_that_saves_least(self, monkeypatch):
-        """Each times its own steps. All keep the same sizes, and replay the same steps."""
+        """Each rank times its own steps. All keep the same sizes and replay the same steps."""
         here = threading.local()
 
         def seconds(run, device, *, waits):
@@ -491,7 +492,7 @@ class TestCapture:
         assert first[1] == tokens(engine(), prompts(6), SamplingParams(max_tokens=3))
 
     def test_the_host_s_newest_pages_are_those_of_the_replay(self, monkeypatch):
-        """On a GPU the table is mirrored in other memory, which is told what has changed when it is asked for."""
+        """On a GPU the table's mirror is separate memory, which is updated only when it is requested."""
         one, texts, each = engine(), prompts(3, 9), SamplingParams(max_tokens=1)
         table, apart = one.runner.table, torch.zeros(0)
 
@@ -536,7 +537,7 @@ class TestCapture:
 
     @pytest.mark.parametrize("keep_all", [True, False], ids=["demanded", "by default"])
     def test_a_graph_that_does_not_fit_is_an_error_or_left_out(self, keep_all, monkeypatch):
-        """Nobody asked for those of a default."""
+        """Sizes that the user asked for are an error. Default sizes are left out."""
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (3 << 20, 9 << 20))
         monkeypatch.setattr("attnplug_engine.graphs.step_graphs.runtime_of", lambda _: runtime_of(torch.device("cuda")))
         monkeypatch.setattr("attnplug_engine.graphs.prefill._seconds", lambda *given, waits: float(not waits))
@@ -566,7 +567,7 @@ class StaleLengths(AnyBatch):
 
 
 class EqualLengths(AnyBatch):
-    """HiddenInputs all requests to have equally many new tokens."""
+    """Faulty backend that assumes equally many new tokens in all requests."""
 
     def refill(self, plan, geometry):
         if geometry.new_lens is not None:

@@ -17,7 +17,7 @@ from attnplug_testing.errors import having, naming
 
 
 class Token(int):
-    """A token id whose hash says nothing."""
+    """A token id whose hash always collides."""
 
     def __hash__(self) -> int:
         return 1

@@ -139,7 +139,7 @@ def test_logits_equal_those_that_transformers_computes_from_the_same_checkpoint(
 @pytest.mark.parametrize("case", DEEPSEEK)
 @pytest.mark.sample(2)
 def test_experts_and_latent_attention_equal_the_dequantized_model(case, make_oracle, make_stage, sequences, tmp_path):
-    """E5. transformers cannot dequantize blocks at a ragged edge, so it loads what the checkpoint stands for."""
+    """E5. transformers cannot dequantize blocks at a ragged edge, so it loads the dequantized weights."""
     changes, config, quantize = DEEPSEEK[case]
     plain = quantized(make_oracle("deepseek_v3", **changes).folder, tmp_path / "q", config, quantize)
     found, loaded = logits_of(tmp_path / "q", make_stage, sequences)

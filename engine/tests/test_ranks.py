@@ -1,4 +1,4 @@
-"""Ranks as processes: what they are given, and how they end, whoever is killed."""
+"""Ranks as processes: their inputs, and how they end, no matter which one is killed."""
 
 from __future__ import annotations
 
@@ -167,8 +167,8 @@ def test_a_rank_that_a_signal_ended_is_named(waiting, rank):
     [
         ("refuse", 1, "error: rank 1 of 2 failed: the second rank refuses\nfor a reason\n"),
         ("break", 1, "error: rank 1 of 2 failed: RuntimeError: the second rank breaks\n"),
-        ("agree", 1, ""),  # such as an error of one prompt, of which the first rank speaks
-        ("mistake", 2, "error: an empty prompt\n"),  # which both find
+        ("agree", 1, ""),  # such as an error of one prompt, which the first rank reports
+        ("mistake", 2, "error: an empty prompt\n"),  # both ranks find it
     ],
 )
 @pytest.mark.sample(2)
@@ -185,7 +185,7 @@ def test_output_of_ranks_is_printed_once(waiting, how, code, fragment):
 
 
 class Ended:
-    """A process that is gone."""
+    """A process that has ended."""
 
     def __init__(self, code: int) -> None:
         self.code = code
@@ -359,7 +359,7 @@ def read_once(request, tmp_path, monkeypatch) -> Iterator[str]:
 
 @pytest.mark.parametrize("command", ["run", "embed"])
 def test_ranks_read_what_their_parent_has_read_from_a_pipe(attnplug: Attnplug, monkeypatch, read_once, command):
-    """By the name that the user gave, so that messages say it."""
+    """Ranks read a copy of the pipe's content, but their messages name the path that the user gave."""
     found: list[list[str]] = []
     copies: list[str] = []
 

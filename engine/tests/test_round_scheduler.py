@@ -1,4 +1,4 @@
-"""Scheduling of rounds, over a fake and exact model whose drafts are right as often as a die says."""
+"""Scheduling of rounds, over a fake and exact model whose drafts are right with a given probability."""
 
 from __future__ import annotations
 
@@ -127,7 +127,8 @@ def request(number: int, prompt: Sequence[int], new: int, stop: bool = False) ->
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.sample(24)
 def test_every_request_gets_the_tokens_it_gets_alone(seed, depth, speculation):
-    """Whatever is accepted, with chunks, a prefix cache, too few pages, aborts, steps taken back and bad logits."""
+    """The accepted tokens do not matter, nor do chunks, a prefix cache, too few pages, aborts, steps taken back and bad
+    logits."""
     random = Random(seed)
     size = random.choice((1, 2, 4, 8))
     context = 48

@@ -1,4 +1,5 @@
-"""New rows of MLA layers that the host's own kernel stores: where they go, and who has to be given them instead."""
+"""New rows of MLA layers that the host's own kernel stores: their slots, and the backends that must be given the
+rows."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class Model(UpProjected):
         return row_places(self.attention, self.layer, batch, batch.num_tokens if tokens is None else tokens, dtype)
 
     def attended(self) -> torch.Tensor:
-        """Attend with absorbed queries and rows that are stored where ``row_places`` says."""
+        """Attend with absorbed queries, after storing the rows at the slots from ``row_places``."""
         batch = self.planned_batch
         self.attention.plan(batch)
         places = self.places()
@@ -86,7 +87,8 @@ def test_a_place_is_the_cache_itself_at_the_slots_of_the_plan():
 
 
 def test_rows_that_somebody_needs_have_no_place():
-    """Those of another type are rounded, those of a sparse layer may be on the host, and MHA attends to them."""
+    """Such rows are rounded to another type, belong to a sparse layer that may keep them on the host, or are read by
+    MHA."""
     model = Model()
     assert model.places() is None  # not planned
     model.attention.plan(model.planned_batch)

@@ -1,4 +1,4 @@
-"""One step by hand: what is planned where, and in which order things are built."""
+"""Single steps run by hand: where batches are planned, and the order in which things are built."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_step_planned_ahead_is_marked_and_not_planned_again(engine):
 
 
 def test_a_batch_that_nobody_planned_is_planned_by_the_forward_path(engine):
-    """B1, B2"""
+    """B1, B2: without a mark, the forward path plans."""
     planned = count_plans(engine)
     engine.add([1, 2, 3], SamplingParams(max_tokens=2))
     batch = engine.runner.batch(engine.scheduler.next_step())
@@ -61,7 +61,7 @@ def test_a_batch_that_nobody_planned_is_planned_by_the_forward_path(engine):
 
 
 def test_a_shared_page_is_copied_before_it_is_written(engine):
-    """The request goes on as if nobody else held its page."""
+    """The request's tokens are the same as if its page had not been shared."""
     prompt, params = [1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=6)
     alone = engine.generate([prompt], params)[0].token_ids
     request = engine.add(prompt, params)
@@ -76,7 +76,7 @@ def test_a_shared_page_is_copied_before_it_is_written(engine):
 
 
 def test_a_token_that_the_host_does_not_know_is_put_in_its_place(engine):
-    """Wherever the others' tokens are."""
+    """This holds at every position of the unknown token among known ones."""
     rows, entries = [], []
     for number, (position, token_ids) in enumerate([(0, (7, 8, 9)), (5, (PENDING,)), (2, (4,)), (3, (PENDING,))]):
         rows.append(engine.runner.table.admit())
@@ -100,7 +100,7 @@ def test_nothing_beside_the_marker_decides_on_planning(engine):
 
 
 def test_a_step_that_runs_as_mha_is_planned_once_and_marked_for_its_shapes_alone():
-    """C2: the backend plans what it will run; B2: a mark without opt-in."""
+    """C2: the backend plans the calls that it will run. B2: the mark does not allow planning again for other shapes."""
     engine = Engine("tiny:deepseek_v3", device="cpu", page_size=4, prefix_cache=False)
     planned = count_plans(engine)
     engine.add([1, 2, 3], SamplingParams(max_tokens=2))
@@ -218,7 +218,7 @@ def test_bytes_of_a_linear_state_are_those_of_its_pool(model):
     assert pools.linear.nbytes == 5 * bytes_per_state(spec, torch.float16)
 
 
-# ---- what backends are told ----
+# ---- what backends receive ----
 
 RECORDING = """
 from attnplug import BackendSpec, Capabilities, ExtendPath, hookimpl
@@ -264,7 +264,7 @@ def attnplug_backends():
 
 @pytest.fixture
 def recorded(package: Package):
-    """Builds engines on a backend that keeps its context, and what it is given to plan and to run."""
+    """Build engines on a backend that records its context, its batches and its calls."""
     package("recording", RECORDING)
 
     def build(model: str = "tiny:llama", backend: str = "recording", **settings: Any) -> Engine:
@@ -313,7 +313,7 @@ def test_exact_lengths_on_the_host_are_made_only_where_they_are_needed(recorded,
 
 
 def test_the_context_says_how_prompts_run_and_what_is_kept(recorded):
-    """A3, A6: what a backend builds, or leaves out, for it."""
+    """A3, A6: a backend decides by this context which of its parts to build."""
     serving = recorded().runner.backend.context.serving
     assert serving == Serving(chunked_prefill_size=2048, disable_radix_cache=False)
     policy = ExtendPolicy(disable_chunked_prefix_cache=True)

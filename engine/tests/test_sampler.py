@@ -71,7 +71,7 @@ def chosen(choose: Any, device: str, logits: Tensor, requests: Sequence[Request]
 
 
 def kept(logits: list[float], params: SamplingParams) -> dict[int, float]:
-    """Probabilities by the definition, in plain Python: sorted, cut, renormalised."""
+    """Probabilities by the definition in plain Python: sorted, cut, renormalised."""
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     order, peak = order[: params.top_k or None], max(logits)
     weights = {token: math.exp((logits[token] - peak) / params.temperature) for token in order}
@@ -144,9 +144,10 @@ def test_greedy_takes_the_likeliest_and_of_equals_the_first() -> None:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_the_likeliest_token_by_the_definition(seed: int, rows: int, vocab: int, dtype: torch.dtype) -> None:
-    """Whatever the blocks in which it is looked for: the first of equals, and -1 where the largest is not finite."""
+    """The block size does not matter: the first of equal maxima wins, and -1 is returned if the maximum is not
+    finite."""
     random = torch.Generator().manual_seed(seed)
-    logits = torch.randint(-3, 4, (rows, vocab), generator=random).to(dtype)  # full of equals
+    logits = torch.randint(-3, 4, (rows, vocab), generator=random).to(dtype)  # many equal logits
     special = torch.tensor([-math.inf, -math.inf, math.inf, math.nan, 5.0, 5.0])[
         torch.randint(0, 6, (2,), generator=random)
     ]
@@ -349,7 +350,7 @@ def test_minus_infinity_marks_a_token_that_cannot_be_chosen(kind: dict[str, floa
     assert chosen(choose, device, logits, [request(11, **kind)]) == [17]
 
 
-@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # by the interpreter: numpy tells, a GPU does not
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # by the interpreter: numpy warns, a GPU does not
 @in_every_way
 def test_huge_finite_logits_are_no_error(choose: Any, device: str) -> None:
     logits = torch.full((3, 40), 3e38)
@@ -367,7 +368,7 @@ def test_shapes_are_checked() -> None:
 
 
 def test_rows_of_a_buffer_beyond_the_requests_are_greedy() -> None:
-    """Parameters that padding reads are valid, whatever was there before."""
+    """Sampling parameters of padding are valid, even if the buffer held other values before."""
     memory = np.full(SamplingArrays.ROW_BYTES * 4, 255, np.uint8)
     requests = [request(0, 9, 2**63 - 1, temperature=0.5, top_k=3, top_p=0.25, min_p=0.125), request(1)]
     SamplingArrays.over(memory, 4).fill(requests, lambda one: 2**64 - 1 - one.id, [7, 8])
@@ -394,7 +395,7 @@ def test_parameters_that_float32_does_not_have_become_some_that_it_has() -> None
 
 
 def token_logprobs(logits: Tensor, requests: list[Request], tokens: Tensor) -> dict[int, TokenLogprobs]:
-    """By request id, as a step that chose these tokens tells them."""
+    """Log probabilities by request id, as a step that chose these tokens reports them."""
     entries = tuple(StepEntry(one, 0, (1,), True) for one in requests)
     launched = StepInFlight(Step(ForwardMode.DECODE, entries, (), ()), logits, tokens, replayed=False)
     assert launched.tokens() == tokens.tolist()
@@ -416,7 +417,7 @@ def test_logprobs_by_the_definition(device: str) -> None:
         assert found[number].logprob == pytest.approx(values[found[number].token_id] - total, rel=1e-6, abs=1e-5)
         for likely in found[number].top:
             assert likely.logprob == pytest.approx(values[likely.token_id] - total, rel=1e-6, abs=1e-5)
-    # Of tokens that cannot be chosen there is nothing to tell; of equals the first are told.
+    # Tokens that cannot be chosen have no log probability. Among equals the first ones are reported.
     assert len(found[6].top) == 17 and found[6].top == tuple(sorted(found[6].top, key=lambda likely: -likely.logprob))
     assert [likely.token_id for likely in found[7].top] == [3, 9]
 
@@ -460,7 +461,7 @@ def test_stop_texts_are_a_tuple_of_texts(stop: object) -> None:
 
 @INTERPRETED
 def test_the_number_of_rows_compiles_no_other_kernel():
-    """E1: arrays of a packed batch lie at other alignments for every number of rows."""
+    """E1: the arrays of a packed batch have other alignments for every number of rows."""
     from attnplug_engine.kernels.sample import launch_sample
 
     with recorded_variants() as variants:

@@ -1,8 +1,8 @@
-"""Every request ends with the tokens that it gets alone, whatever else is served.
+"""Every request gets the same tokens as when it is served alone.
 
-The model of ``exact_serving`` is exact: a wrong page, a page written while others hold it, a missing copy, a wrong
-prefix hit or a token computed twice gives other tokens. So does a state that is another's, or is written while the
-cache keeps it, or went through a token twice.
+The model of ``exact_serving`` is exact. A wrong page, a page written while others hold it, a missing copy, a wrong
+prefix hit or a token computed twice changes the tokens. So does a state of another request, a state that is written
+while the cache keeps it, or a state that went through a token twice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One engine, used by several at a time: iterators that take turns, and threads. Everyone gets all of his tokens."""
+"""One engine with several users at a time: alternating iterators, and threads. Each gets all of its tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def stream(engine: Engine, numbers: Sequence[int]) -> Iterator[Update]:
 
 
 def tokens(updates: Sequence[Update]) -> list[list[int]]:
-    """The tokens of each prompt, every one of which has ended, once, after its last token."""
+    """Tokens of each prompt. Each must have ended exactly once, after its last token."""
     found: dict[int, list[int]] = {}
     ended = set()
     for update in updates:
@@ -133,7 +133,8 @@ def test_a_request_of_another_engine_is_refused(engine, alone):
 
 
 def test_aborting_a_request_that_is_not_there_ends_nobody(engine, alone):
-    """Neither one that is finished, whose followers are told once, nor another engine's with the same id."""
+    """Neither a finished request, whose end is reported once, nor another engine's request with the same id ends
+    anything."""
     own, finished = add(engine, [2, 3])
     following = engine.follow([finished])
     some = [next(following)]
@@ -173,7 +174,7 @@ def test_threads_may_share_an_engine(engine, alone):
 @pytest.mark.parametrize("step_too", [False, True])
 @pytest.mark.sample(1)
 def test_other_threads_neither_add_nor_step_in_the_middle_of_a_step(engine, alone, monkeypatch, step_too):
-    """They wait until it is done."""
+    """They wait until the step is done."""
     added: list[Request] = []
     other = threading.Thread(target=lambda: engine.step() if step_too else added.extend(add(engine, [2])))
     waited: list[bool] = []

@@ -14,7 +14,8 @@ from attnplug_engine.execution.signals import deferred
 
 @pytest.fixture(autouse=True)
 def interruptible() -> Iterator[None]:
-    """Also where this process was started to ignore interrupts, and whatever a test leaves behind."""
+    """Set Python's default SIGINT handler, even if this process ignores interrupts. Restore all handlers after the
+    test."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -52,7 +53,7 @@ def test_a_block_inside_another_holds_for_both() -> None:
 
 
 def test_a_second_interrupt_comes_at_once() -> None:
-    """For a block that does not end."""
+    """This ends a block that would otherwise run forever."""
     done: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         held(signal.SIGINT, signal.SIGINT, done=done)
@@ -76,7 +77,7 @@ def test_an_interrupt_that_is_ignored_stays_so() -> None:
 
 
 def test_other_threads_may_hold_too() -> None:
-    """They get no signals, and may not ask for any."""
+    """Signals reach the main thread only, and other threads must not install handlers."""
     done = []
 
     def run() -> None:

@@ -320,7 +320,7 @@ def test_a_batch_does_not_change_with_the_table() -> None:
 
 
 def test_changes_of_a_rows_pages_are_counted() -> None:
-    """Those of its length within a page are none: a plan over its pages still holds."""
+    """Changes of its length within a page do not count, since a plan over its pages still holds."""
     _, table = make_table()
     row, other = table.admit(), table.admit()
     seen = [table.changes([row, other])]

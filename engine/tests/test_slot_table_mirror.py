@@ -1,4 +1,4 @@
-"""The slot table on the device: what the host has, sent entry by entry."""
+"""The slot table on the device: a mirror of the host's, updated entry by entry."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnplug_testing.devices import DEVICES
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_mirror_has_what_the_host_has_and_stays_where_it_is(device: str) -> None:
-    """Rows come and go, pages are given twice between two looks, and the last row is nobody's."""
+    """Rows are admitted and released, pages are reused between two updates, and the last row stays padding."""
     random = Random(7)
     table = SlotTable(PageAllocator(12), page_size=2, max_requests=4, max_pages=5, device=device)
     address, rows = table.mirror().data_ptr(), list[int]()

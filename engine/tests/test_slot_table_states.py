@@ -1,4 +1,4 @@
-"""The table under random use, over a pool: every row reads what it wrote, whoever shares its pages."""
+"""Random use of the slot table over a pool: every row reads back its own data, even from shared pages."""
 
 from __future__ import annotations
 

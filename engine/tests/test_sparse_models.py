@@ -144,7 +144,7 @@ def test_each_layer_is_that_of_the_models_equations_in_float64(name, make_stage)
     """A10"""
     loaded = load_model(f"tiny:{name}", dtype=torch.float32, device="cpu", seed=2)
     source = RandomCheckpoint.tiny(f"tiny:{name}", seed=2)
-    build_model(source, load_spec(f"tiny:{name}"), dtype=torch.float32, device="cpu")  # which tells it the shapes
+    build_model(source, load_spec(f"tiny:{name}"), dtype=torch.float32, device="cpu")  # gives ``source`` the shapes
     seen = hidden_states(loaded.module)
     tokens = torch.randint(0, 128, (40,), generator=torch.Generator().manual_seed(3)).tolist()
     make_stage(loaded, 1).step([tokens])
@@ -242,7 +242,7 @@ def test_speculation_gives_the_same_tokens(speculation):
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_bytes_of_a_page_are_those_of_its_rows_and_index_keys(name):
-    """Index keys stay in the model's type, whatever the type of the cache."""
+    """Index keys keep the model's type, even if the cache has another one."""
     spec = load_spec(f"tiny:{name}")
     pools = build_pools(spec, Capacity(6, 4, 2, 8, 64), torch.float16, DType.FLOAT8_E4M3, torch.device("cpu"))
     assert pools.nbytes == 6 * bytes_per_page(spec, 4, DType.FLOAT8_E4M3, torch.float16)
@@ -263,7 +263,7 @@ def test_fp8_index_keys_and_latent_rows_with_scales_are_counted_as_they_lie():
 
 
 def test_fp8_caches_serve_sparse_layers_and_a_hit_in_the_prefix_cache_gives_the_same():
-    """A10: what a hit finds are index keys and rows with their scales."""
+    """A10: a hit restores index keys and rows, together with their scales."""
     fp8 = DType.FLOAT8_E4M3
     engine = Engine("tiny:glm_moe_dsa", device="cpu", kv_dtype=fp8, index_dtype=fp8, page_size=4, ignore_eos=True)
     first, again = (engine.generate([eight()[2]], SamplingParams(max_tokens=4))[0] for _ in range(2))

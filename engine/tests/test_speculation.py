@@ -1,6 +1,6 @@
-"""Engines that speculate give the tokens of engines that do not, whatever is proposed.
+"""Engines that speculate give the same tokens as engines that do not, for any proposals.
 
-What real CUDA graphs do is in ``tests/test_engine_speculation.py``, on a GPU.
+Real CUDA graphs are tested on a GPU, in ``tests/test_engine_speculation.py``.
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ class TestDistribution:
 
 
 def likeliest(prompt: list[int], kept: int) -> dict[int, float]:
-    """The chances of the likeliest next tokens, among themselves."""
+    """Probabilities of the likeliest next tokens, normalised to a sum of 1."""
     (completion,) = engine().generate([prompt], SamplingParams(1, logprobs=kept))
     chances = {one.token_id: exp(one.logprob) for one in completion.logprobs[0].top}
     return {token: chance / sum(chances.values()) for token, chance in chances.items()}

@@ -1,4 +1,4 @@
-"""Faults that end in wrong or worse proposals, and that no comparison of outputs would find."""
+"""Faults that lead to wrong or worse proposals, which comparing outputs would not find."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def engine(**settings: Any) -> Engine:
 
 
 def standalone(**settings: Any) -> Engine:
-    """A draft with the target's own weights: all that it proposes is accepted, if all is as it should be."""
+    """A draft with the target's own weights. Without a fault, all of its proposals are accepted."""
     return engine(speculative_algorithm="standalone", speculative_draft_model=LLAMA, **settings)
 
 
@@ -40,8 +40,8 @@ def refilled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_replay_finds_the_pages_of_the_step(refilled, monkeypatch):
-    """On a CPU the table's mirror is the table itself; on a GPU it is a copy, which is out of date until it is asked
-    for. As it is here."""
+    """On a CPU the table's mirror is the table itself. On a GPU, and here, it is a copy that is out of date until it is
+    requested."""
     mirrors: dict[SlotTable, Tensor] = {}
 
     def mirror(table: SlotTable) -> Tensor:

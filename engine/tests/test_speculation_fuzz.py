@@ -1,4 +1,4 @@
-"""Speculating engines under random load: whatever comes together, each request gets what it gets without speculation.
+"""Speculating engines under random load: each request gets the same tokens as without speculation.
 
 ``python test_speculation_fuzz.py FIRST LAST`` plays more seeds than the suite does.
 """
@@ -47,16 +47,16 @@ class Play:
     model: str = LLAMA
     settings: dict[str, Any] = field(default_factory=dict)
     sizes: tuple[int, ...] = ()
-    """Captured ones."""
+    """Captured batch sizes."""
     ranks: int = 1
     known: float = 0.0
-    """How many of the proposed tokens are what the target will choose, beside those that are anyway."""
+    """Share of proposed tokens that are replaced by the target's own choices."""
     prompts: list[list[int]] = field(default_factory=list)
     each: list[SamplingParams] = field(default_factory=list)
     arrivals: list[int] = field(default_factory=list)
-    """By prompt, before which step it comes."""
+    """Step before which each prompt arrives."""
     leaves: dict[int, int] = field(default_factory=dict)
-    """By prompt, after how many steps it is aborted."""
+    """Number of steps after which a prompt is aborted, by prompt."""
     fails: frozenset[int] = frozenset()
     """Steps that fail."""
 
@@ -192,7 +192,7 @@ def expected(play: Play) -> list[Completion]:
 
 
 class Telling:
-    """Puts tokens that the target will choose among those that are proposed, whoever proposes."""
+    """Replaces some proposed tokens, of any proposer, by tokens that the target will choose."""
 
     def __init__(self, one: Engine, play: Play, outputs: list[list[int]]) -> None:
         self._one, self._play, self._outputs = one, play, outputs
@@ -234,7 +234,7 @@ def serve(play: Play, outputs: list[list[int]], parallel: TensorParallel = SINGL
         if launches in play.fails and launches % 2:
             raise StepFailed
         launched = launch(step)
-        if launches in play.fails:  # when the device has been asked for everything
+        if launches in play.fails:  # after all launches of the step
             raise StepFailed
         return launched
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.long
 
 
 class Counting(RefilledNative):
-    """Counts what is planned, by mode and by who asks."""
+    """Backend that records its calls to plan: mode, and whether for an eager step, a capture or a replay."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -58,7 +58,7 @@ class TestPlanning:
         one.add(PROMPTS[0], SamplingParams(12))
         assert one.step() is not None
         backends = [one.runner.backend] + ([] if draft is None else [one.rounds.draft.backend])
-        further = ["extend", *(draft or ())[1:]]  # of the prefill, whose extend takes the place of a draft extend
+        further = ["extend", *(draft or ())[1:]]  # the prefill's extend replaces the draft extend
         assert [[mode for _, mode in backend.seen] for backend in backends] == [["extend"], further][: len(backends)]
         for backend in backends:
             backend.seen.clear()
@@ -115,7 +115,7 @@ class TestPlanning:
 
 
 class TestFaults:
-    """A caller's mistakes in who plans what are found: none gives wrong tokens in silence."""
+    """A caller's planning mistakes show as a second plan or an error, not as wrong tokens."""
 
     def test_a_forgotten_mark_is_a_second_plan(self, counted, monkeypatch):
         monkeypatch.setattr("attnplug.ForwardBatch.mark_forward_metadata_ready", lambda *_, **__: None)
@@ -149,7 +149,7 @@ class TestFaults:
 
 
 class StaleVerify(RefilledNative):
-    """Keeps what the first requests of a captured verify, or of a draft's extend, had."""
+    """Faulty backend that keeps the rows of the first batch in captured verifies and draft extends."""
 
     def refill(self, plan, geometry):
         if geometry.mode.is_decode or not plan.metadata.rows:

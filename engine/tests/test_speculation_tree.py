@@ -26,7 +26,7 @@ SIZES = [1, 2, 3, 8, 17, 64]
 
 
 def random_parents(chance: random.Random, requests: int, nodes: int) -> list[list[int]]:
-    """Parents of bushy trees, of long ones, and of some between."""
+    """Parents of random trees: bushy ones, long ones, and some between."""
     lean = [chance.choice([0.0, 0.5, 0.9]) for _ in range(requests)]
     return [
         [node - 1 if chance.random() < lean[request] else chance.randrange(node) for node in range(1, nodes)]
@@ -224,8 +224,8 @@ def random_level(chance: random.Random, parents: int, topk: int) -> Level:
 @pytest.mark.parametrize(("topk", "steps"), [(1, 4), (2, 1), (2, 4), (4, 3), (8, 3)])
 @pytest.mark.sample(5)
 def test_a_tree_grows_by_its_best(topk: int, steps: int, kernel_device: str) -> None:
-    """Against the enumeration of all candidates: what a draft runs at every step, and the tree of the best at the end,
-    in which parents precede children."""
+    """Compares with the enumeration of all candidates: the tokens that a draft runs at every step, and the final tree
+    of the best ones, in which parents precede children."""
     chance, requests, device = random.Random(topk * steps), 9, kernel_device
     levels = [[random_level(chance, 1, topk)] for _ in range(requests)]
     for each in levels:

@@ -1,4 +1,4 @@
-"""Two-batch overlap: where a batch is cut, how its halves run, and that they give what the whole batch gives."""
+"""Two-batch overlap: where a batch is cut, how its halves run, and that they equal the whole batch."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ class Driver:
         return ForwardBatch(geometry, ids, torch.tensor(positions))
 
     def memory(self) -> list[Tensor]:
-        """Caches and states, whatever the model has."""
+        """All KV caches, linear states and index keys that the model has."""
         pools = self.runner.pools
         found = [] if pools.mla is None else [pools.mla.rows(layer) for layer in pools.mla.layer_ids]
         if pools.mha is not None:
@@ -353,7 +353,7 @@ def test_small_batches_stay_whole_where_weights_would_be_read_twice():
 
 
 class Streams:
-    """CUDA streams that only tell what happens, in a list."""
+    """Fake CUDA streams that record their events in a list."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []

@@ -93,7 +93,7 @@ def test_a_backend_that_cannot_be_built_is_reported_and_the_rest_is_measured(
 def test_what_failed_is_not_taken_until_it_is_measured_again(
     attnplug: Attnplug, clock: FakeClock, toy: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A backend that fails somewhere must not be chosen by what it does elsewhere, nor by its preference."""
+    """A backend that fails at one point must not be chosen by its times at other points, nor by its preference."""
     monkeypatch.setenv("ATTNPLUG_CACHE_DIR", str(tmp_path))
     attnplug("tune", *HERE, "--points", "1x64")
     times = clock.times_us.pop("toy")  # so that measuring it raises
@@ -110,7 +110,7 @@ def test_what_failed_is_not_taken_until_it_is_measured_again(
 def test_a_backend_that_ends_its_process_does_not_end_the_command(
     attnplug: Attnplug, package: Package, tmp_path: Path
 ) -> None:
-    """D2: what it was at is left out as a whole, and its other role is measured in another process."""
+    """D2: the whole role that it was measured for is left out. Its other role is measured in another process."""
     source = PLUGIN.format(name="odd", fields="dict(factory=__name__ + ':build')", capabilities="{}")
     package("odd", source + DYING)
     path = tmp_path / "t.json"

@@ -136,7 +136,7 @@ def test_a_long_prefill_is_timed_by_a_single_call(install: Install, monkeypatch)
 
 @pytest.mark.parametrize("apart", [True, False])
 def test_where_a_host_absorbs_queries_come_in_parts_and_rows_are_there(apart: bool, install: Install, monkeypatch):
-    """D1: what is timed is what runs there. Queries are joined for a backend that does not take them apart."""
+    """D1: the timed calls are those of this host. Queries are joined for a backend that does not take them in parts."""
     native = toys(install).get("torch_native")
     extras = native.spec.capabilities.extras | ({"q_rope"} if apart else set())
     able = replace(native, spec=replace(native.spec, capabilities=replace(native.spec.capabilities, extras=extras)))

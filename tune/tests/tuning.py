@@ -19,14 +19,15 @@ FACTORY = "attnplug.torch_native.backend:TorchNativeBackend"
 
 @dataclass
 class FakeClock:
-    """Says of each side how many microseconds a call takes, and counts seconds of its own: so many for each chain."""
+    """Fake clock that returns given microseconds per call for each candidate and advances by ``seconds`` for each
+    chain."""
 
     times_us: dict[str, Callable[[Point], float]]
     seconds: float = 1.0
     compile_s: float = 0.0
-    """What the first chain of a side takes to be prepared."""
+    """Seconds to prepare the first chain of a side."""
     runs: bool = False
-    """Whether chains run, though their time is not looked at."""
+    """True if chains run, although their time is not used."""
     ran: list[Chain] = field(default_factory=list)
     _now: float = 0.0
 

@@ -72,7 +72,7 @@ class Module(SimpleNamespace):
 
 
 def slots_table(lengths: list[int], page_size: int, *, context: int = 64) -> torch.Tensor:
-    """``req_to_token``: row 0 is SGLang's padding; pages of requests lie scattered, page 0 is nobody's."""
+    """``req_to_token`` with SGLang's padding in row 0. Pages of requests are scattered, and page 0 belongs to none."""
     table = torch.zeros(len(lengths) + 1, context, dtype=torch.int32)
     pages = [-(-length // page_size) for length in lengths]
     order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(0)).tolist()

@@ -1,4 +1,4 @@
-"""The few names of SGLang's that ``backend.py`` and ``build.py`` import, so that both run where no SGLang is.
+"""Stand-ins for the few SGLang names that ``backend.py`` and ``build.py`` import, so that both run without SGLang.
 
 test_signatures.py checks the names against SGLang's own sources.
 """

@@ -128,7 +128,8 @@ def test_a_version_outside_the_range_is_refused_when_a_backend_is_built(ours: Si
 
 
 def test_layers_of_two_pools_attend_to_their_own_rows(ours: SimpleNamespace) -> None:
-    """One with a window, in SGLang's window pool, whose slots lie four further; a prefill, then a decode."""
+    """A prefill and a decode. One layer has a window, so its rows are in SGLang's window pool, at slots shifted by
+    four."""
     torch.manual_seed(0)
     table = slots_table([9, 6], PAGE)
     modules = [Radix(0), Radix(1, sliding_window_size=3)]
@@ -188,7 +189,7 @@ def test_latent_rows_are_attended_to_where_sglang_keeps_them(ours: SimpleNamespa
 
 
 def test_a_prefill_as_mha_gives_the_log_sum_exp_beside_the_rows(ours: SimpleNamespace) -> None:
-    """C4: SGLang merges both. Without it, the result is flat."""
+    """C4: SGLang merges the output and the log-sum-exp. Without a log-sum-exp, the output is flat."""
     table = slots_table([3], PAGE)
     made, _, as_mha = mla_runner(table)
     backend = ours.build.build(NAME, made)
@@ -206,7 +207,7 @@ def test_a_prefill_as_mha_gives_the_log_sum_exp_beside_the_rows(ours: SimpleName
 
 
 def test_mla_models_see_how_a_batch_extends(ours: SimpleNamespace) -> None:
-    """C1: by SGLang's thresholds; inside a graph of prefill, absorbed."""
+    """C1: SGLang's thresholds choose the path. Inside a prefill graph, extends run absorbed."""
     made, _, _ = mla_runner(slots_table([3], PAGE))
     ours.build.build(NAME, made)
     layer = SimpleNamespace(chunked_prefix_cache_threshold=10, disable_chunked_prefix_cache=False)
@@ -294,7 +295,7 @@ def test_drafts_are_verified_by_the_role_that_sglang_says(ours: SimpleNamespace,
 
 @dataclass
 class Recorder:
-    """``fill`` is the length of padded requests that it wants."""
+    """Backend that records its calls. ``fill`` is the length that it requests for padded requests."""
 
     claims: Claims = field(
         default_factory=lambda: Claims(

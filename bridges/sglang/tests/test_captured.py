@@ -1,6 +1,6 @@
 """SGLang's protocol around CUDA graphs with real kernels: ``triton_mha`` in Triton's interpreter, against float64.
 
-Nothing is captured on a CPU: what a graph would hold runs as it is, on the tensors that were there at the capture.
+Nothing is captured on a CPU: the graph's content runs directly, on the tensors of the capture.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ THRESHOLDS = SimpleNamespace(chunked_prefix_cache_threshold=10, disable_chunked_
 
 
 class Ragged:
-    """The ragged calls of ``torch_native``, without the rest of it; records what is planned."""
+    """Backend with only the ragged calls of ``torch_native`` that records the batches it plans."""
 
     backend_id = BackendId("ragged")
     forward_ragged = TorchNativeBackend.forward_ragged
@@ -37,7 +37,7 @@ class Ragged:
 
 
 def extend(prefixes: list[int], new: list[int], **changes: Any) -> Any:
-    """A batch with what SGLang's own mixin for MHA adds to it."""
+    """Extend batch with the fields that SGLang's own mixin for MHA adds."""
     more = {
         "mha_one_shot": None,
         "mha_return_lse": False,
@@ -169,7 +169,7 @@ def test_a_backend_that_returns_no_tensor_is_named() -> None:
 
 
 def test_the_hook_may_take_the_batch_alone() -> None:
-    """A8: offered to a hook is only what it takes."""
+    """A8: the hook is called with the arguments that it accepts, and no others."""
     given, backend = extend([0], [3]), Ragged()
     step = planned(given)
     RaggedPrefill(backend).plan(given, step)  # type: ignore[arg-type]

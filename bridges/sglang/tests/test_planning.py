@@ -168,7 +168,7 @@ def test_a_type_of_cache_that_the_contract_lacks_is_refused_by_name() -> None:
 
 
 class Recorder:
-    """Attention that records what graphs ask of it."""
+    """Attention that records calls made for graphs."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
@@ -216,7 +216,7 @@ def test_a_captured_verify_adds_its_tokens_inside_the_graph() -> None:
 
 
 def test_slots_of_a_window_pool_are_translated_before_the_graph() -> None:
-    """The mapping is the scheduler's: it may change it as soon as the replay is prepared."""
+    """The mapping belongs to the scheduler, which may change it as soon as the replay is prepared."""
     table = slots_table([9, 3], 4)
     steps, _ = captured(table, lambda slots: slots + 4)
     static = batch(table, [0, 0], [1, 1], Mode.DECODE)

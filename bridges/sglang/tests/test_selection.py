@@ -128,7 +128,7 @@ def test_each_role_is_checked_by_itself(folder: str) -> None:
 def test_auto_takes_the_backend_that_was_measured_the_fastest(
     folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """One for all batches: SGLang does not plan each with a backend of its own."""
+    """One backend serves all batches, as SGLang cannot plan each batch with another one."""
     problem = Problem(load_model(folder), device="cpu", dtype=DType.FLOAT32, page_size=1)
     assert problem.model is not None
     twins = measured_twins(monkeypatch, tmp_path, problem.model.layers[0], DType.FLOAT32)
@@ -284,7 +284,7 @@ def test_options_come_from_the_environment(folder: str, monkeypatch: pytest.Monk
 
 
 def test_a_sparse_model_is_refused_whatever_the_backend_claims(folder) -> None:
-    """A10: SGLang's indexer would find nobody to ask, and the layers nothing selected."""
+    """A10: SGLang's indexer would not find a backend, so its layers would get no selection."""
     config = {**TINY_CONFIGS["deepseek_v32"], "num_hidden_layers": 1}
     (Path(folder) / "config.json").write_text(json.dumps(config))
     with pytest.raises(Refused) as refused:

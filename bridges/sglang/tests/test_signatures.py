@@ -1,8 +1,8 @@
-"""SGLang's own sources judge the bridge, at both ends of the range: what it imports is there, what it reads has that
-name, and what SGLang calls can be called so.
+"""The bridge checked against SGLang's own sources, at both ends of the supported range: imports exist, attributes have
+the names that the bridge reads, and SGLang's calls match the bridge's signatures.
 
-The sources are read, not imported: SGLang needs a GPU's packages. That it runs is what the bridge's checks in a real
-SGLang show.
+The sources are read, not imported, since SGLang needs a GPU's packages. The bridge's checks in a real SGLang show that
+it runs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ UNUSED = {
     "validate_elastic_cuda_graph_recapture",
     "verify_mask",
 }
-"""Members of SGLang's base class whose default is right for this bridge. Another one has not been looked at."""
+"""Members of SGLang's base class whose default is right for this bridge. Other members are not reviewed."""
 
 
 @pytest.fixture(params=ENDS)
@@ -245,7 +245,7 @@ def test_an_argument_that_is_refused_exists_in_some_version() -> None:
 
 
 def test_what_verifies_trees_says_so(sglang: Path) -> None:
-    """Fields and properties of the batches that are verified, by which trees are read."""
+    """Verified batches have the fields and properties from which trees are read."""
     own = class_of(sglang, "sglang.srt.speculative.eagle_info", "EagleVerifyInput")
     assert {"tree_topk", "draft_token_num", "custom_mask"} <= set(named(own.body))
     tree_modes = module(sglang, "sglang.srt.speculative.eagle_utils").read_text()

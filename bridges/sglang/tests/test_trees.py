@@ -66,7 +66,7 @@ def test_requests_that_pad_a_graph_read_nothing_outside_the_mask() -> None:
 
 @pytest.mark.parametrize("given", [None, SimpleNamespace(num_tokens_per_req=3), info(random_trees(1, 3), tree_topk=1)])
 def test_a_chain_has_no_tree(given: Any) -> None:
-    """A mask comes with a chain too, and kernels for chains are faster."""
+    """A chain also comes with a mask, but kernels for chains are faster."""
     assert draft_trees(given, torch.ones(1)) is None
 
 
@@ -92,8 +92,8 @@ def test_rows_attend_to_their_ancestors_and_the_prefix(page_size: int) -> None:
 
 
 def test_a_replay_attends_by_the_trees_of_its_own_step() -> None:
-    """B2: three requests are captured; two are replayed, twice, with other trees. The second time SGLang plans before
-    the draft has written its mask, and says so afterwards."""
+    """B2: three requests are captured, and two are replayed twice with other trees. The second time SGLang plans before
+    the draft has written its mask, and reports the mask afterwards."""
     torch.manual_seed(0)
     ours, cache = triton_attention()
     lengths, new = [13, 9, 22], 5

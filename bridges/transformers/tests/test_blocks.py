@@ -19,7 +19,7 @@ PAGE = 4
 
 
 class Hashed(SimpleNamespace):
-    """Told apart by identity, as transformers' caches are."""
+    """Namespace with hash by identity, as transformers' caches have."""
 
     __hash__ = object.__hash__
 
@@ -64,7 +64,7 @@ def test_a_layers_tensors_are_those_of_its_place():
 
 
 def test_a_block_of_the_present_form_begins_at_every_stride():
-    """It holds the keys of a layer, its values, and those of other layers; ours are the first of each."""
+    """A block holds a layer's keys, its values, and those of other layers. Ours are the first of each."""
     keys, values = torch.randn(6, PAGE, 2, 8), torch.randn(6, PAGE, 2, 8)
     allocator = SimpleNamespace(
         index=1,
@@ -90,7 +90,8 @@ def test_rows_are_gathered_by_the_indices_of_the_step():
 
 @pytest.mark.parametrize(("dense", "layout"), [(True, "token_major"), (False, "strided")])
 def test_backends_are_chosen_for_the_memory_and_the_batches_that_there_are(monkeypatch, dense, layout):
-    """From 5.18 on, the blocks of several layers lie in one buffer."""
+    """Backends are chosen for the cache's layout and built for its batch limits. From 5.18 on, one buffer holds the
+    blocks of several layers."""
     problems, limits = [], []
     monkeypatch.setattr(
         paged_attention, "choose", lambda request, problem: (problems.append(problem), choose(request, problem))[1]

@@ -1,4 +1,4 @@
-"""``generate`` with a backend of ours: the tokens that eager attention gives, whatever the cache."""
+"""``generate`` with an attnplug backend: the same tokens as with eager attention, for every kind of cache."""
 
 from __future__ import annotations
 
@@ -173,7 +173,8 @@ def test_a_paged_cache_refuses_padding_that_changes():
 
 @pytest.mark.parametrize("select", ["by numbers", "by a mask", "repeated"])
 def test_requests_of_a_paged_cache_are_taken_out_and_repeated(select):
-    """More of them than it was made for, too. What is padding goes with them."""
+    """The result may have more requests than the cache was made for. Padding is selected and repeated with its
+    request."""
     made, prompts, results = model("llama"), padded([6, 3, 5]), {}
     for implementation in ("eager", NATIVE):
         made.set_attn_implementation(implementation)

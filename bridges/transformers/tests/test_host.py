@@ -46,7 +46,7 @@ def test_what_the_bridge_cannot_carry_is_refused(problem, code, value):
 
 
 def test_auto_takes_the_backend_that_was_measured_the_fastest(monkeypatch, tmp_path):
-    """One for all batches: transformers does not plan each with a backend of its own."""
+    """One backend serves all batches, as transformers cannot plan each batch with another one."""
     twins = measured_twins(monkeypatch, tmp_path, MHA, DType.FLOAT32)
     monkeypatch.setattr(pages, "load_registry", lambda: twins)
     found = pages.choose(BackendRequest(), Problem(model(MHA), "cpu", dtype=DType.FLOAT32))

@@ -100,7 +100,7 @@ def test_an_encoder_is_refused_as_such_though_it_has_no_mask():
     ids=["an attribute", "elements", "a sum", "a function"],
 )
 def test_a_model_that_reads_its_mask_is_refused(read):
-    """Doge and HY 4 do."""
+    """Doge and HY 4 read their masks."""
     with pytest.raises(BridgeError, check=naming("reads its attention mask", "eager")):
         read(step_mask(1, 4, 4))
 
@@ -119,7 +119,7 @@ def test_a_model_with_attention_of_its_own_is_refused_before_there_are_weights()
 
 
 def test_a_model_that_is_derived_where_there_is_no_source_is_served():
-    """As in a notebook."""
+    """For example, a model class that is defined in a notebook."""
     derived = type("Derived", (LlamaForCausalLM,), {"__module__": "nowhere"})
     assert derived(deepcopy(CONFIGS["llama"])).config is not None
     registration.raise_if_own_attention(derived, NATIVE)
@@ -219,7 +219,7 @@ def test_sinks_reach_a_backend_as_the_model_passes_them():
 
 
 def test_sinks_are_given_to_the_backend(monkeypatch):
-    """In both ways: over pages of our own, and over those of continuous batching."""
+    """Both over pages of our own and over those of continuous batching."""
     asked: list[object] = []
     native = AttentionFunction(BackendRequest("torch_native"))
     q, sinks = torch.zeros(1, 4, 1, 16), torch.arange(4.0)
@@ -378,7 +378,7 @@ def test_settings_are_spelled_as_in_transformers():
 
 
 def test_explain_and_the_run_refuse_alike(tmp_path):
-    """One backend, one model: what the command says before anything is loaded is what the first step says."""
+    """For one backend and one model, ``explain`` gives the same reasons before loading as the first step does."""
     CONFIGS["llama"].save_pretrained(tmp_path)
     read = load_model(str(tmp_path))
     problem = problem_of(read, torch.device("cpu"), torch.float32, None, CacheLayout.TOKEN_MAJOR)

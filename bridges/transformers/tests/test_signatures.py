@@ -1,6 +1,6 @@
-"""The bridge's uses of transformers, checked against its sources at both ends of the range.
+"""The bridge's uses of transformers, checked against its sources at both ends of the supported range.
 
-Both ends lie unpacked beside the installed version, and are read without importing them.
+Sources of both ends are unpacked beside the installed version and are read without being imported.
 """
 
 from __future__ import annotations

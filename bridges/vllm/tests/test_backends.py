@@ -48,7 +48,7 @@ def test_a_plugin_that_had_custom_before_keeps_it_for_those_who_do_not_mention_a
 
 @pytest.mark.parametrize(("backend", "named"), [(None, []), (CPU_ATTN, ["CPU_ATTN"])])
 def test_attnplug_without_custom_is_refused(backend, named):
-    """D3: one of the two would be ignored."""
+    """D3: otherwise one of the two settings would be ignored."""
     with pytest.raises(Refused, check=naming(*named, "--attention-backend CUSTOM")):
         requests_attnplug(config(SECTION, attention_config__backend=backend), "CPUAttention")
 

@@ -146,7 +146,7 @@ def test_a_program_whose_command_line_cannot_be_served_ends_with_one_message(our
 
 @pytest.mark.parametrize(("layout", "order"), [("HND", "BHNC"), ("NHD", "BNHC")])
 def test_a_cache_lies_in_memory_as_vllms_layout_says(ours, monkeypatch, layout, order):
-    """Up to 0.28. With all layers in one buffer, those of a block lie together."""
+    """For vLLM up to 0.28. If one buffer holds all layers, a block's layers are adjacent."""
     monkeypatch.setattr(Host, "layout", layout)
     backend = ours.mha.AttnplugBackend
     assert "".join("BHNC"[dim] for dim in backend.get_kv_cache_stride_order()) == order

@@ -59,7 +59,7 @@ def shard(rank: int, group: Any = None) -> Shard:
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("lengths", [([1], [1]), ([7], [7]), ([5, 1, 3], [9, 4, 3]), ([1, 1], [1, 2])])
 def test_each_query_sees_its_rows_of_every_rank_once(ranks, lengths):
-    """By a count of rows: query at position p of a request sees rows 0 to p, of which row n is on rank n % ranks."""
+    """Counts rows: a query at position p sees rows 0 to p of its request, and row n is on rank n % ranks."""
     query_lens, kv_lens = lengths
     positions = [total - new + n for new, total in zip(query_lens, kv_lens, strict=True) for n in range(new)]
     for rank in range(ranks):

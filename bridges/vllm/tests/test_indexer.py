@@ -30,7 +30,7 @@ def loaded() -> Iterator[SimpleNamespace]:
 
 @pytest.fixture
 def ours(loaded: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """As on a GPU on which vLLM's index does not run, with the reference backend on a CPU."""
+    """The bridge on a GPU where vLLM's index does not run, with the reference backend on a CPU."""
     selection.forget()
     monkeypatch.setattr(
         Host, "config", config({"attnplug": {"backend": "torch_sparse"}}, compilation_config__static_forward_context={})
@@ -57,7 +57,7 @@ def indexer(buffer: Tensor, prefix: str = "model.layers.0.indexer.k_cache") -> A
 
 
 def layers(ours: SimpleNamespace) -> list[Any]:
-    """Two attention layers, of which the first has an index."""
+    """Two attention layers. The first one has an indexer."""
     buffer = torch.full((64, TOPK), -1, dtype=torch.int32)
     dims = {"kv_lora_rank": RANK, "qk_nope_head_dim": 8, "qk_rope_head_dim": ROPE, "v_head_dim": 8}
     fixed = {"num_heads": HEADS, "head_size": RANK + ROPE, "scale": SCALE, "num_kv_heads": 1, "attn_type": "decoder"}
@@ -113,7 +113,7 @@ class Stage:
             layer.impl.do_kv_cache_update(latent, rope.unsqueeze(1), layer.kv_cache, slots, "auto", torch.ones(1))
 
     def step(self, given: Metadata, part: int | None = None) -> None:
-        """Run a step of which attention runs the first ``part`` tokens, and compare both layers with float64."""
+        """Run a step in which attention runs only the first ``part`` tokens, and compare both layers with float64."""
         seen, slots = positions_of(given)
         q, weights = torch.randn(len(slots), INDEX_HEADS, DIM), torch.randn(len(slots), INDEX_HEADS)
         self.write(slots, q, weights)
@@ -183,7 +183,7 @@ def test_layers_share_the_memory_of_their_inputs(ours):
 
 
 def test_other_backends_keep_vllms_index(ours):
-    """As if attnplug were not installed: its constructor raises, or its kernels run."""
+    """It behaves as if attnplug were not installed: its constructor raises, or its kernels run."""
     Host.config.additional_config = {}
     Host.config.attention_config.backend = SimpleNamespace(name="FLASHMLA_SPARSE")
     with pytest.raises(RuntimeError, match="DeepGEMM"):

@@ -55,7 +55,7 @@ class Group:
 
 
 def step_of(group: DecodeGroup, given: Metadata, *, exact: bool = False) -> DecodeStep:
-    """As the builder makes it."""
+    """Step made by the builder."""
     rows, starts = given.num_actual_tokens, given.query_start_loc
     host = (given.query_start_loc_cpu, given.seq_lens_cpu_upper_bound) if exact else None
     longest = 1 if rows == given.num_reqs else given.max_query_len
@@ -275,7 +275,7 @@ class TestByBatch:
         assert geometry.host is None and geometry.requests == len(lengths) + 2, "nobody needs exact lengths"
 
     def test_queries_are_in_parts_for_who_takes_them(self):
-        """Although not all that share the role do."""
+        """Each backend gets the form that it takes, even if the other backend of the role takes another one."""
         for before, width in ((5, RANK), (199, RANK + ROPE)):
             step = step_of(self.group, metadata([(before, 1)]), exact=True)
             attend(step)

@@ -35,7 +35,7 @@ def by_index(new: list[int], chunks: list[list[int]]) -> SimpleNamespace:
 
 
 def by_chunk(new: list[int], chunks: list[tuple[int, list[int]]]) -> SimpleNamespace:
-    """vLLM 0.32: a chunk is a run of requests, from the first one on, that all have rows."""
+    """vLLM 0.32: a chunk covers consecutive requests from the first one on, all of which have rows."""
     made = []
     for index, (first, lens) in enumerate(chunks):
         requests = slice(first, first + len(lens))
@@ -83,7 +83,7 @@ class TestCalls:
 
 
 class Dense:
-    """``forward_ragged`` in float64; remembers what it was planned for."""
+    """Backend with ``forward_ragged`` in float64 that records its plans."""
 
     claims = Claims(mla_extend=frozenset({ExtendPath.CHUNKED}))
 
@@ -167,7 +167,7 @@ class TestRuns:
         assert torch.equal(out, expected) and torch.equal(lse, expected_lse.T)
 
     def test_a_backend_that_plans_gets_all_calls_of_the_step_once(self):
-        """C2, A8: its hook may leave out what it does not use."""
+        """C2, A8: the hook is called once for all calls. It need not accept arguments that it does not use."""
         backend = Dense()
         prefill = prefill_of(backend)
         prefill.prepare(by_chunk([4, 2], [(0, [16]), (1, [5])]), metadata([(7, 1), (16, 4), (5, 2)]))

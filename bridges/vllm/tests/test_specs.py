@@ -230,7 +230,7 @@ def test_groups_of_which_vllm_makes_no_builder_do_not_silence_the_log(monkeypatc
 
 
 def test_what_another_engine_had_chosen_is_forgotten():
-    """In one process, one after the other: the second one's block sizes and graphs are its own."""
+    """Two engines run in one process, one after the other. The second one has its own block sizes and graphs."""
     first, second = (config({"attnplug": {"backend": "torch_native"}}) for _ in range(2))
     choose(first, model_of(first, [LAYER]), "auto", CPU)
     draft = config({"attnplug": {"backend": "torch_native"}}, compilation_config=first.compilation_config)
@@ -257,7 +257,7 @@ MLA_LAYER = mla_layer(0, heads=16, scale=0.1, kv_lora_rank=512, nope=128, rope=6
 
 
 def twins_by_batch(monkeypatch, tmp_path, **alpha):
-    """The selection of MLA layers by a table of two equal backends, of which alpha declares something else."""
+    """Selection for MLA layers by measurements of two equal backends. ``alpha`` changes the capabilities of one."""
     twins = dict(measured_twins(monkeypatch, tmp_path, MLA_LAYER, DType.FLOAT32).backends)
     spec = twins["alpha"].spec
     twins["alpha"] = replace(twins["alpha"], spec=replace(spec, capabilities=replace(spec.capabilities, **alpha)))

@@ -1,4 +1,4 @@
-"""Backends that remember what they are asked for, in the place of real ones."""
+"""Stand-ins for real backends that record their calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnplug.contract.batch import BackendId
 
 @dataclass
 class MHARecorder:
-    """A backend that remembers what it is asked for. Its result is the number of its call."""
+    """MHA backend that records its calls. Its result is the number of the call."""
 
     name: str = "recorder"
     claims: Claims = field(
@@ -58,7 +58,7 @@ class MHARecorder:
 
 @dataclass
 class MLARecorder:
-    """A backend that remembers what it is asked for."""
+    """MLA backend that records its calls."""
 
     claims: Claims = field(default_factory=lambda: Claims(cuda_graph=GraphLevel.UNIFORM, needs_cpu_seq_lens=False))
     fill: int = 0

@@ -96,9 +96,10 @@ def _without_self(node: ast.FunctionDef) -> inspect.Signature:
 
 
 def takes_what_is_given(mine: inspect.Signature, theirs: inspect.Signature) -> None:
-    """Raise TypeError unless every call that fits their signature fits mine: all by name, all by place, and the least.
+    """Raise TypeError unless ``mine`` accepts calls by ``theirs``: all arguments by name, all by position, required
+    ones only.
 
-    What takes anything by name is called by name only.
+    If ``mine`` has only ``**kwargs``, arguments are given by name only.
     """
     plain = [p for p in theirs.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     if all(p.kind is p.VAR_KEYWORD for p in mine.parameters.values()) and plain:

@@ -16,7 +16,7 @@ NULL_BLOCK = 0
 
 
 class Compilation(SimpleNamespace):
-    """One that weak references can point to, as to vLLM's."""
+    """Compilation config that supports weak references, as vLLM's does."""
 
 
 def config(additional: Mapping[str, Any] | None = None, **changes: Any) -> SimpleNamespace:
@@ -80,7 +80,8 @@ class Metadata:
 def metadata(
     lengths: Sequence[tuple[int, int]], *, block_size: int = 16, width: int = 16, padding: tuple[int, int] = (0, 0)
 ) -> Metadata:
-    """A step of requests with (rows in the cache before, new tokens), each in blocks of its own; block 0 is nobody's.
+    """Metadata of a step from (cached rows, new tokens) of each request. Requests have separate blocks; block 0 is
+    unused.
 
     ``padding`` are requests and tokens that a graph is padded with, as vLLM pads: no new tokens, length 0, slot -1.
     """

@@ -1,7 +1,8 @@
-"""The few names of vLLM's that the bridge's classes import, so that they run where no vLLM is.
+"""Stand-ins for the few vLLM names that the bridge's classes import, so that they run without vLLM.
 
-They do what the bridge relies on and nothing else. test_signatures.py checks the names against vLLM's own sources, and
-``make bridge-test`` runs the classes in vLLM itself, on the CPU. What only a GPU shows there is tested over these.
+They implement only what the bridge relies on. test_signatures.py checks the names against vLLM's own sources, and
+``make bridge-test`` runs the classes in vLLM itself, on the CPU. Behaviour that vLLM shows only on a GPU is tested with
+these.
 """
 
 from __future__ import annotations
@@ -209,7 +210,7 @@ class Host:
 
 @dataclass
 class Place:
-    """A member of ``AttentionBackendEnum``. A place that nobody has has no value."""
+    """A member of ``AttentionBackendEnum``. A place without a backend has an empty value."""
 
     value: str = ""
     path: str | None = None

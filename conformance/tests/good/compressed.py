@@ -1,4 +1,4 @@
-"""A good backend of compressed layers: torch_sparse. Mutants are small changes of what it is given."""
+"""A correct backend of compressed layers: torch_sparse. Mutants change its inputs slightly."""
 
 from __future__ import annotations
 

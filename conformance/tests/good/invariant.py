@@ -1,7 +1,7 @@
-"""A good MHA backend that keeps every level of invariance. Mutants are small changes of its text.
+"""A correct MHA backend that keeps every level of invariance. Mutants change its source text slightly.
 
-A row is computed in a tile of 4 rows, over splits of 32 keys that are merged in order. Tiles and splits lie at absolute
-positions and are padded, so all products have one shape.
+A row is computed in a tile of 4 rows, over splits of 32 keys that are merged in order. Tiles and splits begin at
+absolute positions and are padded, so all products have one shape.
 """
 
 from __future__ import annotations

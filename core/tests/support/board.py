@@ -51,8 +51,8 @@ def failure(name: str, **changes: Any) -> MeasuredTable:
 
 @pytest.fixture
 def board(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """This machine has a board of which nothing ships, and a user who measured nothing yet."""
-    for command in ("backends", "explain"):  # imported later, they would keep the board
+    """Simulate a GPU for which no measurements ship, and a user without measurements."""
+    for command in ("backends", "explain"):  # if imported later, they would keep the fake GPU
         import_module(f"attnplug.cli.{command}")
     monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr("attnplug.machine.hardware.visible_gpus", lambda: (BOARD,))

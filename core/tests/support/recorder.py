@@ -1,4 +1,4 @@
-"""Children of wrappers: one with every member of the protocol, and one with no more than it must have.
+"""Children of wrappers: one with every member of the protocol, and one with the required members only.
 
 The first is made from the protocol itself, so a parameter or a hook that the protocol gains is recorded too.
 """
@@ -59,7 +59,7 @@ for _member, _signature in MEMBERS.items():
 
 
 class Hookless:
-    """Only what the protocol requires, as FlashAttention: no optional hook at all."""
+    """Backend with the required members only and no optional hook, like FlashAttention."""
 
     def __init__(self, name: str = "hookless") -> None:
         self.backend_id, self.claims = BackendId(name), Claims()

@@ -30,7 +30,7 @@ from attnplug_trtllm_mla.build import trtllm_mla
 ON_A_B200 = Problem(read(DEEPSEEK_V3), "cuda", 100, DType.BFLOAT16, DType.BFLOAT16, 64)
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 of_both_types = pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["bf16", "fp8"])
-# Said once by torch on a CPU that has no bfloat16 instructions.
+# torch warns once on a CPU without bfloat16 instructions.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
 

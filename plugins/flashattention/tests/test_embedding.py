@@ -88,14 +88,14 @@ def test_an_embedding_keeps_nothing_in_the_cache_unless_prompts_are_cut(on_cpu, 
 
 @pytest.fixture(scope="module")
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Tensor]]:
-    """A random model of transformers, saved, and what it makes of the prompts in float32 on the CPU."""
+    """Folder of a saved random transformers model, and its float32 outputs on the CPU for the prompts."""
     from transformers import AutoConfig, AutoModel
 
     torch.manual_seed(1)
     config = AutoConfig.for_model(request.param, **MODELS[request.param])
     model = AutoModel.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     with torch.no_grad():
-        for weight in model.parameters():  # what bfloat16 has; not the buffers, which hold the frequencies of rotation
+        for weight in model.parameters():  # values of bfloat16; buffers, which hold the rotary frequencies, stay
             weight.copy_(weight.bfloat16())
     folder = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(folder)

@@ -66,7 +66,8 @@ def test_decode_is_divided_as_the_longest_context_asks(kernel, device):
 
 @everywhere
 def test_an_undivided_batch_is_read_by_its_own_table(kernel, device):
-    """No copy of it is made in the graph: where pages need not be cut, kernels read what the batch has."""
+    """Where pages need not be divided, kernels read the batch's own page table and lengths. The graph copies
+    neither."""
     stage, _ = scenes(mha((), VERIFY, 64), 4, device)
     capture = Capture(stage).reserve().capture()
     whole = capture.plan.metadata.cached.whole
@@ -106,7 +107,7 @@ class TestWrongUse:
         assert self.stage("fa4").backend.claims.cuda_graph is GraphLevel.UNIFORM
 
     def test_a_shape_captured_anew_with_other_memory_is_refused(self):
-        """Kernels read the batch's own table where it lies, and the plan of a shape is made once."""
+        """A shape is planned once, and its kernels read the page table of the batch that was captured first."""
         first = Capture(self.stage()).reserve().capture()
         with raises_naming(PlanError, "lane 0"):
             Capture(first.scene, 0, first.attention).capture()

@@ -109,7 +109,7 @@ class TestTables:
         ],
     )
     def test_the_kernel_does_the_same(self, count, sizes, device):
-        """On a CPU by Triton's interpreter."""
+        """On a CPU in Triton's interpreter."""
         longest = 700 if device == "cpu" else 5000
         check_parts([longest, 0, 1, 127, 128, 129, 300], count, *sizes, device, launch_fill_splits)
 
@@ -168,7 +168,8 @@ def scene(case: KernelCase, kernel: str, device: str) -> KernelScene:
 @on_devices("fa4")
 @pytest.mark.parametrize(("page_size", "most"), [(1, 5), (16, 0), (64, 1), (128, 2), (256, 5)])
 def test_divided_requests_give_the_same(page_size, most, kernel, device):
-    """C4: whatever the parts, and however unequal the requests; NaN in every row that must not be read."""
+    """C4: results do not depend on the number of splits or on how unequal the requests are. Rows that must not be read
+    are NaN."""
     lens = ((300, 1), (0, 1), (77, 1)) if device == "cpu" and page_size == 1 else LONG
     options = FlashAttentionOptions(most_parts=most)
     stage = scene(mha(lens, ForwardMode.DECODE, page_size, 8, 1, options=options), kernel, device)

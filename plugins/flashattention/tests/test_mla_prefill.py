@@ -138,7 +138,8 @@ def test_another_backend_decodes_what_it_prefilled(wrap):
 @pytest.mark.parametrize("chunks_off", [True, False])
 @pytest.mark.parametrize("prefix", [0, 50])
 def test_switches_that_would_leave_it_nothing(prefix, chunks_off):
-    """A3's switches: without chunks it runs in one shot; without ragged attention it says that it has nothing else."""
+    """A3's switches: without chunks it prefills in one shot. Without ragged attention it has no path left and
+    refuses."""
     serving = Serving(disable_chunked_prefix_cache=chunks_off)
     stage = scene(mla(((prefix, 9),), heads=4, serving=serving), "fa4", "cpu")
     layer = UpProjected(stage)
@@ -166,8 +167,8 @@ def test_a_log_sum_exp_of_another_shape_is_refused():
 
 @pytest.mark.parametrize("kernel", ["fa4", "torch"])
 def test_the_decode_that_another_backend_captures_is_not_its_affair(kernel):
-    """A9: by whatever kernel it prefills, a split can have its decode captured; a verify that is sent here cannot be,
-    and it does not claim so."""
+    """A9: it claims captured decodes for MLA whichever kernel it prefills with, so that a split can capture the decodes
+    of its other child. A verify or a decode that is sent to it is refused."""
     backend = scene(mla(((0, 3),), heads=4), kernel, "cpu").backend
     assert backend.claims.cuda_graph is GraphLevel.DECODE
     backend.init_cuda_graph_state(2, 8)

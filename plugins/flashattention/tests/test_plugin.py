@@ -147,7 +147,7 @@ def test_heads_of_other_widths_are_refused_once(dims: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("role", [Role.DECODE, Role.DRAFT])
 def test_mla_is_prefilled_and_decoded_by_somebody_else(role: Role) -> None:
-    """D3: the role that it cannot fill is refused with what to do."""
+    """D3: MLA roles other than prefill are refused with the setting of that role."""
     assert refusals(Role.PREFILL, model=read(DEEPSEEK_V3)) == []
     assert refusals(Role.PREFILL, model=read(KIMI_LINEAR)) == []
     (reason,) = refusals(role, model=read(DEEPSEEK_V3))
@@ -177,7 +177,7 @@ def test_what_needs_flash_attn_4_is_refused_without_it(no_library: Path) -> None
 
 
 def test_a_flash_attn_4_that_is_too_old_or_in_pieces_is_none(no_library: Path) -> None:
-    """D3: with what is wrong with it."""
+    """D3: such a version counts as missing, and the reason says what is wrong with it."""
     install_library(no_library, "flash-attn-4", "4.0.0b1", {"flash_attn.cute.__init__": ""})
     (reason,) = refusals(cuda_graph=GraphLevel.DECODE)
     assert "4.0.0b1" in reason.message and reason.advice == "pip install 'flash-attn-4>=4.0.0b36'"
@@ -300,7 +300,8 @@ def test_auto_takes_it_on_an_h200(explained: Explained, tmp_path: Path) -> None:
 
 
 def test_roles_of_mla_are_divided(explained: Explained, tmp_path: Path) -> None:
-    """D3: prefill by this backend, decode by another; asked for both, it says why not and what instead."""
+    """D3: this backend prefills and another one decodes. A request for both roles is refused with the reason and the
+    alternative."""
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
     common = ("--model", str(tmp_path), "--sm", "90", "--dtype", "bf16")
     code, roles = explained(*common, "--prefill-attention-backend", "flashattention")

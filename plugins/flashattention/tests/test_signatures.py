@@ -1,8 +1,8 @@
-"""Every call that kernels.py makes to a library is one that the library takes.
+"""Every call of kernels.py to a library matches the signature of the library's function.
 
-The libraries' own signatures judge the calls and nothing is computed but by the references: nothing here says that a
-kernel is right. flash-attn-4 cannot be imported without the CuTe DSL, flash-attn 2 not without a compiled extension:
-their sources are read. torch's function is the installed one.
+Signatures are taken from the libraries themselves. Only references compute, so nothing here proves that a kernel is
+right. flash-attn-4 cannot be imported without the CuTe DSL, nor flash-attn 2 without a compiled extension: their
+sources are read. torch's function is the installed one.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def signature(path: Path, name: str) -> inspect.Signature:
 
 
 def varlen() -> Any:
-    """Not imported by whoever only collects: it brings all of dynamo."""
+    """torch's ``varlen`` module, imported only when a test runs, as it imports all of dynamo."""
     from torch.nn.attention import varlen
 
     return varlen
@@ -91,7 +91,7 @@ ADAPTERS: dict[str, Callable[..., Any]] = {"fa4": FA4Kernels, "fa2": FA2Kernels,
 
 @dataclass
 class Recorder:
-    """Takes a call where the real signature does, remembers it, and answers as the reference would."""
+    """Accepts a call that the real signature accepts, records it, and returns the reference's result."""
 
     name: str
 
@@ -238,7 +238,7 @@ class TestFlashAttention4:
 
     @pytest.mark.parametrize("window", [None, 100])
     def test_no_page_is_ever_a_whole_key_tile(self, window):
-        """Those would be loaded by TMA, with whatever lies behind a request's last row."""
+        """Such a page would be loaded by TMA, together with arbitrary data behind a request's last row."""
         tile, adapter = self.tile(), FA4Kernels(fa4_varlen_func)
         for dim in range(16, 257, 16):
             for v_dim in {dim, min(dim, 128)}:
@@ -302,7 +302,7 @@ class TestChoice:
         assert choose_kernels("torch", 90, [LAYER]).name == "torch"
 
     def test_auto_is_torch_where_fa4_is_not_installed(self, monkeypatch):
-        """Without a word: it need not be."""
+        """There is no warning, since the library is optional."""
         self.fails(monkeypatch, ModuleNotFoundError("No module named 'flash_attn'", name="flash_attn"))
         assert choose_kernels("auto", 90, [LAYER]).name == "torch"
 

@@ -28,7 +28,7 @@ PROMPTS = ((0, 40), (0, 1), (0, 17))
 
 
 class Watch:
-    """Counts what a backend does with its cache: writes to the pool, and reads by page or by slot."""
+    """Counter of a backend's cache accesses: writes to the pool, and reads by page or by slot."""
 
     def __init__(self, backend: FlashAttentionBackend, pool: object, monkeypatch: pytest.MonkeyPatch) -> None:
         self.writes = self.reads = 0
@@ -100,7 +100,8 @@ def add_a_token(stage: KernelScene) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("serving", [SERVINGS[0], EMBEDDING], ids=ident)
 def test_mla_always_keeps_its_rows(serving, device):
-    """A6: not for MLA, whatever else is set. What it writes, core's chunked prefill reads back."""
+    """A6: ``fa_skip_kv_cache`` stays off for MLA, whatever else is set, since core's chunked prefill reads the rows
+    back."""
     stage = scene(mla(((30, 9), (0, 5)), page_size=16, serving=serving, heads=4), "fa4", device)
     assert not stage.backend.fa_skip_kv_cache
     layer = UpProjected(stage)

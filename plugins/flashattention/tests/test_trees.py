@@ -59,7 +59,7 @@ def test_a_chain_is_a_causal_batch(kernel, device):
 
 @everywhere
 def test_what_a_row_must_not_see_may_be_nan(kernel, device):
-    """A sibling's values, without weight, do not get into the result. Who sees them gets NaN."""
+    """NaN rows of two tokens reach only the rows that attend to them, not those of their siblings."""
     parents = (-1, 0, 0, 1, 2, 0)
     stage = scene(trees(6, (20,), trees=(parents,)), kernel, device)
     wanted = stage.wanted()[0]
@@ -81,7 +81,8 @@ def test_rows_that_are_in_the_cache_already(kernel, device):
 
 
 def test_a_second_batch_of_a_captured_shape_needs_the_same_page_table():
-    """Its kernel reads the table where it lies; trees and lengths are copied, and may lie anywhere."""
+    """The captured kernel reads the first batch's page table. Trees and lengths are copied, so they may be in other
+    memory."""
     capture = Capture(scene(trees(4), "fa4", "cpu")).reserve().capture()
     geometry = capture.batch.geometry
     capture.batch.geometry = replace(geometry, tree=geometry.tree.clone(), seq_lens=geometry.seq_lens.clone())

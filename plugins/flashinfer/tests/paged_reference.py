@@ -52,7 +52,7 @@ def check(case: KernelCase, device: str) -> None:
 
 
 def reference(context: BackendContext, home: Path | None = None) -> list[FlashInferKernels]:
-    """One for each lane, by the signatures of the FlashInfer that lies in ``home``."""
+    """Reference kernels for each lane, checked against the signatures of the FlashInfer in ``home``."""
     kind = KernelDTypes(context.page_size, context.dtype, torch_dtype(context.kv_dtype))
     library = recorded(home or installed("flashinfer"))
 
@@ -213,7 +213,7 @@ class Prefill(Wrapper):
 
 
 class Decode(Wrapper):
-    """A captured call: it does what its schedule says, item by item, and merges."""
+    """Captured call that executes its schedule item by item and merges the partial results."""
 
     path = "decode.py:BatchDecodeWithPagedKVCacheWrapper"
     plan_method = "_plan_impl"

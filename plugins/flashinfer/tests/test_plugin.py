@@ -95,7 +95,7 @@ def test_sinks_and_trees_and_mla_are_refused() -> None:
 
 
 def test_auto_takes_others_first() -> None:
-    """Nothing is chosen anew by installing it: its kernels take a minute to compile."""
+    """Installing the plugin changes no choice of auto, as its kernels take a minute to compile."""
     chosen = select(load_registry(), BackendRequest(), replace(ON_AN_H200, cuda_graph=GraphLevel.UNIFORM)).choices
     assert "flashinfer" not in {choice.chosen_name for choice in chosen.values()}
 
@@ -114,7 +114,7 @@ class Properties:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels of the wrappers that are made, on an H200 unless ``Properties`` say otherwise."""
+    """Kernel names of the wrappers that are made. The GPU is an H200 unless ``Properties`` is changed."""
     names: list[str] = []
 
     def wrapper(workspace: torch.Tensor, kv_layout: str, backend: str) -> None:

@@ -22,7 +22,7 @@ WIDTH = 1200
 
 
 def empty(batch: UniformPagedBatch, tile_rows: int, room: int, device: str = "cpu") -> tuple[PagedWorkList, PageCounts]:
-    """Arrays full of what must be overwritten."""
+    """Arrays filled with values that must be overwritten."""
     rows, requests = batch.requests * batch.queries, batch.requests
 
     def array(count: int) -> torch.Tensor:
@@ -77,7 +77,7 @@ def test_planning_divides_all_work_once_within_the_room(kv, queries, group, page
 
 
 def test_planning_of_more_rows_than_the_table_has_pages_stays_inside():
-    """A captured batch's lengths are the device's: nobody can look at them first."""
+    """The lengths of a captured batch are on the device, so the host cannot check them first."""
     batch = UniformPagedBatch(2, 1, 4, 8, -1)
     work_list, counts = empty(batch, 16, 33)
     fill_work_list(work_list, batch, torch.tensor([40, 9], dtype=torch.int32), 3, counts)

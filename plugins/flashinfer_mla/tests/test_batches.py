@@ -178,7 +178,7 @@ class TestWrongUse:
             stage.run()
 
     def test_a_ragged_call_of_another_batch_is_refused(self):
-        """B5: its number alone says nothing."""
+        """B5: the index of the call alone does not identify its plan."""
         stage = scene(mla(((20, 2),), EXTEND, heads=16), "cpu")
         model = ModelAttention(stage.backend, stage.pools, ExtendPolicy(forced=ExtendPath.ONE_SHOT))
         batches = [stage.batch() for _ in range(2)]

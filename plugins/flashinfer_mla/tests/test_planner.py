@@ -46,7 +46,7 @@ def test_planning_divides_a_batch_into_what_the_scheduler_holds(lengths, heads):
 
 @in_every_way
 def test_planning_of_more_rows_than_the_table_has_pages_stays_inside(fill, device):
-    """A captured batch's lengths are the device's: nobody can look at them first."""
+    """The lengths of a captured batch are on the device, so the host cannot check them first."""
     table = torch.arange(9, dtype=torch.int32, device=device).view(3, 3)
     lengths = CallLengths.of(torch.tensor([0, 1, 2, 3, 0, 3, 6, 9, 40, 25, 24], dtype=torch.int32, device=device))
     indices, slots = torch.full((9,), -7, dtype=torch.int32, device=device), torch.full((3,), -9, device=device)
@@ -70,7 +70,8 @@ def test_planning_pads_heads_to_divide_a_tile(heads, padded):
 @pytest.mark.parametrize("page_size", [1, 5, 64])
 @pytest.mark.parametrize("gaps", [False, True])
 def test_planning_of_indices_row_by_row(gaps, page_size, fill, device):
-    """Pages and slots as a loop finds them; what lies after a request's last page leads nowhere and is not read."""
+    """Pages and slots equal those of a plain loop. Table entries behind a request's last page are out of range and not
+    read."""
     chance = random.Random(page_size)
     kv = [0, 1, 64, 65, *(chance.randint(1, 5000) for _ in range(5))]
     new = [1, 1, 7, 65, *(chance.randint(0, min(rows, 900)) for rows in kv[4:])]

@@ -28,7 +28,7 @@ def refusals(role: Role | None = Role.DECODE, **changes: Any) -> list[Refusal]:
 
 
 def uneven(model: ModelSpec) -> ModelSpec:
-    """The same model, one layer of which scales by 0.5."""
+    """The same model with a scale of 0.5 in its first layer."""
     first, *others = model.layers
     return replace(model, layers=(replace(first, scale=0.5), *others))
 

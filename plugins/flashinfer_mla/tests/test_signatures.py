@@ -1,7 +1,7 @@
-"""Every call that kernels.py makes to FlashInfer is one that FlashInfer takes, in each version that the plugin claims.
+"""Every call of kernels.py to FlashInfer matches FlashInfer's signature, in each version that the plugin claims.
 
-FlashInfer's own signatures judge the calls and nothing is computed: nothing here says that a kernel is right. No GPU is
-needed: CUDA events are replaced by stand-ins.
+Signatures are taken from FlashInfer itself. Nothing is computed, so nothing here proves that a kernel is right. No GPU
+is needed: CUDA events are replaced by stand-ins.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ WORK_LIST = {
     "kv_end_offset": "kv_end",
     "work_indptr_offset": "work_indptr",
 }
-"""What FlashInfer's scheduler calls the arrays of its work list, and what we call them."""
+"""Names of the work list's arrays in FlashInfer's scheduler, and our names for them."""
 FLAT = {"qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "cum_seq_lens_q", "block_tables", "seq_lens", "max_q_len"}
 SEPARATE = {"q_nope", "q_pe", "ckv_cache", "kpe_cache", "kv_len", "page_table"}
 
@@ -249,7 +249,7 @@ def query_of(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def test_a_query_in_parts_is_handed_on_as_it_is(library: FlashInferMLALibrary) -> None:
-    """Nothing is joined or copied: heads before rows, and a part of something wider, are read where they lie."""
+    """Parts are neither joined nor copied, even with heads before rows or as a slice of a wider tensor."""
     kernel = make().paged(decode=True)
     kernel.plan(paged_call(causal=False))
     _, out, lse = queries(2)

@@ -29,7 +29,7 @@ every_combination = pytest.mark.parametrize(("serving", "disable_ragged"), MATRI
 
 
 def enabled(serving: Serving, disable_ragged: bool) -> bool:
-    """A3, word by word."""
+    """True if chunked KV is on, by the text of A3."""
     return (
         not serving.skip_prefill
         and serving.disaggregation_mode != "decode"
@@ -96,7 +96,7 @@ def test_planning_claims_only_the_extends_it_can_run(serving, disable_ragged):
 @pytest.mark.parametrize("path", ExtendPath)
 @pytest.mark.sample(31)
 def test_planning_hook_is_right_or_refuses_in_words(serving, disable_ragged, path):
-    """A3, A4's ground: whatever the switches and whoever prepared the batch, never an AttributeError."""
+    """A3, A4: for all switches and for batches prepared for any path, it never raises an AttributeError."""
     stage = scene(serving, disable_ragged)
     for flag in (False, True):
         check_hook(stage, enabled(serving, disable_ragged), path, flag)
@@ -116,7 +116,7 @@ def check_hook(stage: KernelScene, chunks: bool, path: ExtendPath, flag: bool) -
         plan = stage.backend.init_mha_chunk_metadata(batch, flag)
         calls = [call.index for call in batch.geometry.calls]
         if flag and path is ExtendPath.ONE_SHOT:
-            assert plan is None  # its one call is somebody else's
+            assert plan is None  # another backend runs its one call
         else:
             assert plan is not None and plan.query_rows == 9
             assert sorted(plan.metadata) == (calls[1:] if flag else calls)
@@ -126,7 +126,7 @@ def check_hook(stage: KernelScene, chunks: bool, path: ExtendPath, flag: bool) -
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND])
 @pytest.mark.sample(31)
 def test_planning_of_what_was_not_built_is_refused_in_words(serving, disable_ragged, mode):
-    """A1: a draft's worker decodes, and says so when asked for more."""
+    """A1: a draft's worker can only decode, and refuses other modes by name."""
     stage = scene(serving, disable_ragged, ((30, 1), (9, 1)), mode)
     if serving.skip_prefill and mode is not ForwardMode.DECODE:
         with raises_naming(PlanError, "skip_prefill", mode):

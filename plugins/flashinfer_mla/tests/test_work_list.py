@@ -21,7 +21,7 @@ lengths = st.lists(
 
 
 def empty(clusters: int, cluster_size: int, device: str = "cpu") -> MLAWorkList:
-    """Arrays full of what must be overwritten."""
+    """Arrays filled with values that must be overwritten."""
     counts = [MAX_WORK_ITEMS] * 3 + [clusters * cluster_size] * 5 + [MAX_WORK_ITEMS] * 5 + [clusters + 1]
     arrays = [torch.full((count,), -77, dtype=torch.int32, device=device) for count in counts]
     return MLAWorkList(cluster_size, clusters, *arrays)

@@ -36,19 +36,19 @@ def build(context: BackendContext) -> SparseFlashMLABackend:
         return SparseFlashMLABackend(context)
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, for which Triton compiles: nothing is interpreted beside it in one process")
-    os.environ["TRITON_INTERPRET"] = "1"  # for whoever is not under this folder's conftest
+    os.environ["TRITON_INTERPRET"] = "1"  # for importers outside of this folder's conftest
     return SparseFlashMLABackend(context, kernels=ReferenceSparse(), index_multiprocessors=3)
 
 
 @dataclass
 class Made:
-    """A schedule: what it was first used for."""
+    """A schedule, with the shape for which it was first used."""
 
     shape: tuple[int, ...] | None = None
 
 
 class ReferenceSparse:
-    """Takes what the real kernels take, and nothing else. A row of index -1 gives zero and +inf."""
+    """Reference that takes only arguments that the real kernels take. A row of index -1 gives zero and +inf."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []

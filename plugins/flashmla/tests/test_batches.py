@@ -75,7 +75,7 @@ class TestPlans:
 
     @on_every_device
     def test_a_plan_keeps_lengths_and_pages_of_its_own(self, device):
-        """B5: a plan is a value; what is planned later does not change it, nor do the batch's own numbers."""
+        """B5: a plan is a value. Neither a later plan nor a change of the batch's tensors alters it."""
         stage = scene(mla(((100, 1), (30, 1)), DECODE, exact=False), device)
         first, second = stage.plan(stage.batch()), stage.batch()
         first.geometry.seq_lens.fill_(1)
@@ -86,7 +86,8 @@ class TestPlans:
 
     @on_every_device
     def test_a_request_of_length_0_gives_zero(self, device):
-        """C4: -inf where FlashMLA says +inf. Lengths are the device's: the host would have refused this one."""
+        """C4: FlashMLA's log-sum-exp of +inf becomes -inf. The length is only on the device, since the host would
+        refuse it."""
         stage = scene(mla(((100, 1), (30, 1), (70, 1)), DECODE, exact=False), device)
         batch = stage.batch()
         batch.geometry.seq_lens[1] = 0
@@ -100,7 +101,7 @@ class TestPlans:
 class TestWrongUse:
     @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.MIXED])
     def test_prefill_is_another_backends(self, mode):
-        """D3 says so before anything is built; a caller who goes on anyway is told again."""
+        """D3 refuses prefills at selection. A caller that plans one nevertheless gets an error, too."""
         stage = scene(mla(((20, 1), (9, 1)), mode), "cpu")
         with raises_naming(PlanError, mode):
             stage.backend.init_forward_metadata(stage.batch())

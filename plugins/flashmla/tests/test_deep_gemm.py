@@ -1,4 +1,4 @@
-"""DeepGEMM's scores: the call as its sources take it, what is made of the result, and what is refused."""
+"""DeepGEMM's scores: the call against the signature in its sources, the use of its result, and refusals."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ FP8 = DType.FLOAT8_E4M3
 
 
 class Strict:
-    """Stands in for DeepGEMM: takes what its kernel for SM 90 takes, and leaves nonsense past the last key."""
+    """Stand-in for DeepGEMM: accepts only what its SM 90 kernel accepts, and leaves arbitrary scores past the last
+    key."""
 
     def __init__(self) -> None:
         self.given: dict[str, Any] = {}

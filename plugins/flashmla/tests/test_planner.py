@@ -36,8 +36,8 @@ in_every_way = pytest.mark.parametrize(
     ("page_size", "queries", "index"), [(64, 1, torch.int32), (128, 2, torch.int64), (320, 7, torch.int32)]
 )
 def test_planning_of_pages_and_slots_row_by_row(page_size, queries, index, fill, device):
-    """As a loop finds them. Entries behind a request's last page lead nowhere and are not read; what a batch has more
-    memory for is left alone."""
+    """Pages and slots equal those of a plain loop. Table entries behind a request's last page are out of range and not
+    read. Spare memory of the plan is left alone."""
     chance = random.Random(page_size + queries)
     lens = [0, 1, queries, 63, 64, 65, page_size, 20000, *(chance.randint(1, 9000) for _ in range(9))]
     ratio, requests = page_size // 64, len(lens)
@@ -74,7 +74,7 @@ def test_planning_of_pages_and_slots_row_by_row(page_size, queries, index, fill,
 
 @in_every_way
 def test_planning_of_more_rows_than_the_table_has_pages_stays_inside(fill, device):
-    """A captured batch's lengths are the device's: nobody can look at them first."""
+    """The lengths of a captured batch are on the device, so the host cannot check them first."""
     table = torch.arange(6, dtype=torch.int32, device=device).view(3, 2)
     pages = DecodePages.reserve(3, 3, 2, torch.device(device)).part(3, 1)
     fill(pages, table, torch.tensor([4000, 129, 128], dtype=torch.int32, device=device), 64)

@@ -29,7 +29,7 @@ ON_AN_H200 = Problem(read(DEEPSEEK_V3), "cuda", 90, BF16, BF16, 64)
 
 @pytest.fixture(autouse=True)
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """As if the library were installed, of a version that is right: it raises when it is imported."""
+    """Install a stand-in for the library with the right version, which raises when it is imported."""
     install_library(tmp_path, "sgl-flash-mla", "1.0.0", {"flash_mla": "raise OSError('libcudart.so.13')"})
     monkeypatch.syspath_prepend(tmp_path)
     kernels.load_library.cache_clear()

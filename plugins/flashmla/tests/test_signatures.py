@@ -1,6 +1,7 @@
-"""Every call that kernels.py makes to FlashMLA is one that FlashMLA takes, as its own sources say.
+"""Every call of kernels.py to FlashMLA matches the signature in FlashMLA's own sources.
 
-They are read and bound, not run: FlashMLA loads only beside CUDA. Nothing here says that a kernel is right.
+Sources are read and arguments bound, but nothing runs, as FlashMLA loads only with CUDA. So nothing here proves that a
+kernel is right.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class TestBatches:
     @on_every_device
     @of_every_type
     def test_a_token_without_chosen_rows_gives_zero(self, kv_dtype, device):
-        """C4: -inf where FlashMLA says +inf."""
+        """C4: FlashMLA's log-sum-exp of +inf becomes -inf."""
         stage = scene("decode", device, kv_dtype)
         nothing = SelectedSlots(torch.full((5, 8), -1, dtype=torch.int32, device=device))
         out, lse = stage.attend(stage.planned(), nothing)
@@ -137,7 +137,7 @@ class TestPlans:
 
     @on_every_device
     def test_two_plans_live_at_the_same_time(self, device):
-        """B5: a plan is a value; what is planned later does not change it, nor do the batch's own numbers."""
+        """B5: a plan is a value. Neither a later plan nor a change of the batch's tensors alters it."""
         stage = scene("decode", device, exact=False)
         first = stage.planned()
         stage.page_table = stage.page_table.clone()  # on a CPU the batch has this very memory

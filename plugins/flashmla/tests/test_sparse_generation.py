@@ -10,7 +10,7 @@ from attnplug_testing.rounded_oracle import DEEPSEEK_V3, RoundedOracle
 
 pytestmark = [*DEVICES[1].marks]
 DEEPSEEK_V32 = {**DEEPSEEK_V3, "index_n_heads": 32, "index_head_dim": 128, "index_topk": 192}
-"""A prompt of 333 tokens is longer than what is chosen of it."""
+"""A prompt of 333 tokens is longer than the number of rows selected from it."""
 
 
 @pytest.fixture(scope="module")

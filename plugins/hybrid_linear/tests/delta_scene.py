@@ -1,6 +1,6 @@
-"""Whole layers of the delta rule on a linear backend: requests with states in a poisoned pool, and float64 beside it.
+"""Whole layers of the delta rule on a linear backend: requests with states in a poisoned pool, and a float64 reference.
 
-As in ``linear_scene``, NaN is in every slot that is nobody's, and in every row of a padded request.
+As in ``linear_scene``, every slot without a request and every row of a padded request is NaN.
 """
 
 from __future__ import annotations
@@ -207,5 +207,5 @@ class DeltaScene:
         return (normed * opened).reshape(1, -1), (conv, recurrent)
 
     def _rounded(self, values: Array) -> Array:
-        """To the model's type and back, where ``DeltaInputs`` says so."""
+        """Float64 ``values`` rounded to the model's type, at the places that ``DeltaInputs`` documents."""
         return torch.from_numpy(values).to(self.dtype).double().numpy()

@@ -32,7 +32,7 @@ def graph_of(device: torch.device, run: Callable[[], None]) -> torch.cuda.CUDAGr
 
 
 class Capture:
-    """A captured batch of fixed memory. Nobody is in it until something is replayed: all its requests are padded."""
+    """A captured batch with fixed memory. All its requests are padded until the first replay."""
 
     def __init__(
         self, scene: LinearScene, mode: ForwardMode, requests: int, per_request: int, *, lane: int = 0

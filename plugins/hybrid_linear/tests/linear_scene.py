@@ -1,7 +1,7 @@
-"""A linear backend on a scene: a layer of every kind, NaN in every slot that is nobody's, and float64 beside it.
+"""A linear backend on a scene: a layer of every kind, NaN in every slot without a request, and a float64 reference.
 
-Each request of the scene owns a slot. What its states should be is known in float64, from the inputs of all steps it
-took part in; a batch may also hold padded requests, all of whose rows are NaN.
+Each request of the scene owns a slot. Its expected states are computed in float64 from the inputs of all its steps. A
+batch may also hold padded requests, whose rows are all NaN.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LAYERS = tuple(
 
 @dataclass
 class Step:
-    """One batch: who is in it with how many new tokens, each layer's inputs, and what came out."""
+    """One batch: its requests and their numbers of new tokens, each layer's inputs, and the outputs."""
 
     batch: ForwardBatch
     members: Sequence[int]
@@ -207,7 +207,7 @@ class LinearScene:
                         assert error <= tolerance, f"layer {layer_id}, request {member}: {error:.1e}"
 
     def accept(self, step: Step, accepted: Sequence[int]) -> None:
-        """Advance what the states should be by the first of each member's rows."""
+        """Advance the expected states by the first ``accepted`` rows of each request."""
         for member, own, kept in zip(step.members, self.rows(step), accepted, strict=True):
             first = slice(own.start, own.start + kept)
             if member == PADDED:
@@ -227,7 +227,7 @@ class LinearScene:
         return linear_float64.convolution(x, *self.weights[layer_id], True, self.wanted_conv[layer_id, member])
 
     def check_states(self, tolerance: float = 1e-5) -> None:
-        """Every request's states are what float64 says, and nobody else's slot holds anything but NaN."""
+        """Check that every request's states match float64 and that all slots without a request are still NaN."""
         for layer in LAYERS:
             for states, wanted, most in (
                 (self.pool.recurrent(layer.layer_id), self.wanted, tolerance),
@@ -247,7 +247,7 @@ class LinearScene:
         return [states.clone() for states in both if states is not None]
 
     def bits(self) -> list[Tensor]:
-        """The same as it lies in memory, NaN and all."""
+        """Copies of all states as raw bytes, so that NaNs compare equal, too."""
         return [states.view(torch.uint8) for states in self.states()]
 
 

@@ -1,7 +1,7 @@
-"""The backends of this plugin on the devices that they run on: every test of one is a test of all.
+"""Backends of this plugin on their devices: a test of one runs for all.
 
-On a CPU our Triton kernels run in Triton's interpreter, and flash-linear-attention's, which cannot, are played by the
-recurrence that the torch backend has: planning tests. On a GPU all of it is real.
+On a CPU our Triton kernels run in Triton's interpreter. Those of flash-linear-attention cannot, so the recurrence of
+the torch backend stands in: planning tests. On a GPU all kernels are real.
 """
 
 from __future__ import annotations
@@ -98,4 +98,4 @@ SETTINGS = [
     pytest.param(Setting("fla", FlaLinearBackend, "cuda", DType.BFLOAT16, 2e-2, 2e-2), id="fla-cuda", marks=_CUDA),
 ]
 ON_A_GPU = [setting for setting in SETTINGS if setting.id and setting.id.endswith("cuda")]
-"""For tests of what is waited for: on a CPU there is nobody to wait for."""
+"""Settings on a GPU, for tests of synchronization, which a CPU cannot show."""

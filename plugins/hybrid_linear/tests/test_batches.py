@@ -1,4 +1,4 @@
-"""Every backend on its scene: every kind of layer, every mode, and slots that nobody may touch."""
+"""Every backend on its scene: every kind of layer, every mode, and slots that must not be touched."""
 
 from __future__ import annotations
 
@@ -150,7 +150,8 @@ def batches(draw: st.DrawFn) -> tuple[ForwardMode, list[int], list[int], int]:
 @settings(max_examples=12)
 @given(steps=st.lists(batches(), min_size=1, max_size=5), seed=st.integers(0, 99))
 def test_any_steps_of_any_requests(steps, seed, setting) -> None:
-    """A7: whoever is in a batch, in whatever order, its states go through its own tokens and nobody else's do."""
+    """A7: a step advances the states of its own requests by their own tokens, in any order of requests, and no other
+    states."""
     _run_steps(steps, seed, setting)
 
 

@@ -1,4 +1,4 @@
-"""A whole layer of the delta rule in one kernel: what its parts give, for whoever is in the batch."""
+"""A whole layer of the delta rule in one kernel: the same results as its parts, for any requests in the batch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_state_by_columns_is_the_same(setting, monkeypatch) -> None:
 
 @in_every_setting
 def test_counters_are_left_at_zero(setting) -> None:
-    """A2: whoever comes next in the same memory counts from there."""
+    """A2: the next kernel that uses this memory expects counters of zero."""
     scene = DeltaScene(setting)
     for lane in (0, 1):
         scene.run(scene.step([PADDED, 1], lane=lane))
@@ -61,7 +61,7 @@ def test_counters_are_left_at_zero(setting) -> None:
 
 @in_every_setting
 def test_other_batches_are_left_to_the_parts(setting) -> None:
-    """A verify must leave the states as they are; an extend of many tokens has faster ways."""
+    """A verify must not change the states, and separate kernels are faster for an extend of many tokens."""
     scene = DeltaScene(setting)
     before = scene.bits()
     for mode, new in ((EXTEND, 3), (VERIFY, 1), (VERIFY, 4)):
@@ -141,7 +141,7 @@ class Captured:
 
 @in_every_setting
 def test_one_capture_serves_whoever_comes(setting) -> None:
-    """A7: any requests with any padding, as float64 says; fifty batches on a GPU, and a few in the interpreter."""
+    """A7: replays match float64 for any requests and any padding: fifty batches on a GPU, a few in the interpreter."""
     scene, drawn = DeltaScene(setting, 7), random.Random(1)
     scene.backend.init_cuda_graph_state(4, 4)
     before = scene.bits()
@@ -155,7 +155,7 @@ def test_one_capture_serves_whoever_comes(setting) -> None:
 
 @pytest.mark.parametrize("setting", [setting for setting in ON_A_GPU if setting.id.startswith("fla")])
 def test_replays_equal_eager_steps_to_the_bit(setting) -> None:
-    """B5: the same kernel over the same numbers, wherever they lie."""
+    """B5: both run the same kernel on the same values, which are only in other memory."""
     scene, eager, drawn = DeltaScene(setting, 7), DeltaScene(setting, 7), random.Random(1)
     scene.backend.init_cuda_graph_state(4, 4)
     captured = Captured(scene, 4)

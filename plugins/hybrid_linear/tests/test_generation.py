@@ -11,7 +11,7 @@ from attnplug_testing.rounded_oracle import KIMI_LINEAR, RoundedOracle
 
 pytestmark = [*DEVICES[1].marks]
 
-# Every expert is chosen: which of two is would else be rounding's choice, and the logits another model's.
+# Every expert is chosen. Otherwise rounding could change the choice, and the logits would be another model's.
 COMMON = {
     "hidden_size": 256,
     "intermediate_size": 384,

@@ -31,7 +31,7 @@ def test_capturing_touches_no_state(setting) -> None:
 
 @in_every_graph_setting
 def test_one_capture_serves_whoever_comes(setting) -> None:
-    """A7: other requests, other slots, fewer than captured."""
+    """A7: replays run other requests in other slots, also fewer than were captured."""
     scene = setting.scene(5)
     scene.backend.init_cuda_graph_state(4, 16)
     capture = Capture(scene, DECODE, 3, 1)
@@ -102,7 +102,7 @@ def test_random_captured_extends_equal_float64(setting) -> None:
 
 @in_every_graph_setting
 def test_graphs_of_one_shape_have_their_slots_in_one_memory(setting) -> None:
-    """B5: kernels read them where they lie. A second graph would read those of the first."""
+    """B5: kernels read slots in place, so a second graph of the shape would read those of the first. It is refused."""
     scene = setting.scene(4)
     scene.backend.init_cuda_graph_state(4, 16)
     Capture(scene, DECODE, 3, 1)
@@ -112,7 +112,7 @@ def test_graphs_of_one_shape_have_their_slots_in_one_memory(setting) -> None:
 
 @in_every_graph_setting
 def test_a_captured_verify_is_committed_after_each_replay(setting) -> None:
-    """A7: what it keeps for that is filled again by every replay, and committed once."""
+    """A7: every replay stores again what a commit needs, and that can be committed once."""
     scene = setting.scene(4)
     scene.backend.init_cuda_graph_state(4, 16)
     capture = Capture(scene, VERIFY, 3, 4)
@@ -129,7 +129,7 @@ def test_a_captured_verify_is_committed_after_each_replay(setting) -> None:
 
 @in_every_graph_setting
 def test_eager_batches_between_replays(setting) -> None:
-    """B2: neither sees anything of the other."""
+    """B2: neither affects the other."""
     scene = setting.scene(5)
     scene.backend.init_cuda_graph_state(4, 16)
     capture = Capture(scene, DECODE, 2, 1)

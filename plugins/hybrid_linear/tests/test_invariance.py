@@ -62,7 +62,7 @@ def test_chunks_companions_and_verify_change_no_bit(setting: Setting) -> None:
 
 
 def test_without_a_level_tokens_are_processed_in_chunks() -> None:
-    """Or the test above could not fail."""
+    """Shows that the test above can fail."""
     torch_setting, fla_setting = SETTINGS[0].values[0], SETTINGS[2].values[0]
     for levels, groups in ((frozenset({"run"}), 1), (LEVELS, 2)):
         step = torch_setting.scene(3, levels=levels).step(EXTEND, [0, 1], [20, 20])

@@ -18,7 +18,7 @@ in_every_setting = pytest.mark.parametrize("setting", SETTINGS)
 
 
 def forward_in_turns(scene: LinearScene, *steps: Step) -> None:
-    """Layer by layer, each step's turn after the other's, as two lanes on one thread run them."""
+    """Run two steps layer by layer in turns, as two lanes on one thread do."""
     for layer in LAYERS:
         for step in steps:
             scene.forward(step, [layer])
@@ -32,7 +32,7 @@ def commit(scene: LinearScene, step: Step, accepted: list[int]) -> None:
 @pytest.mark.parametrize(("mode", "new"), [(DECODE, [1, 1]), (EXTEND, [5, 20])])
 @pytest.mark.sample(2)
 def test_eager_batches_alternate(mode, new, setting) -> None:
-    """B5: what a backend knows of a batch is in its plan."""
+    """B5: all state of a batch is in its plan, so two batches can run in turns."""
     scene = setting.scene(4)
     first, second = scene.step(mode, [0, 2], new), scene.step(mode, [3, 1], new, lane=1)
     forward_in_turns(scene, first, second)
@@ -94,9 +94,9 @@ def test_padded_requests_leave_the_slots_of_other_lanes_alone(monkeypatch) -> No
     own = torch_backend.advance
 
     def meanwhile(tokens, state):
-        """The other lane runs its whole step between this one's read and its write."""
+        """Run the other lane's whole step between this lane's read and its write."""
         after = own(tokens, state)
-        if not decode.out and tokens.q.shape[1] == 1:  # the group of nobody but the padded request
+        if not decode.out and tokens.q.shape[1] == 1:  # the group that holds only the padded request
             monkeypatch.setattr(torch_backend, "advance", own)
             scene.forward(decode)
         return after
@@ -110,7 +110,7 @@ def test_padded_requests_leave_the_slots_of_other_lanes_alone(monkeypatch) -> No
 
 
 ROUNDS = (([0, 2, 4], [3, 1, 5]), ([5, PADDED, 1], [0, 4, 2]))
-"""Who is in which lane. The first round compiles, so that only the second is sure to overlap."""
+"""Requests of each lane, by round. The first round compiles, so that only the second is sure to overlap."""
 ACCEPTED = [2, 4, 1]
 
 

@@ -136,7 +136,8 @@ def test_planning_a_captured_batch_of_each_kind_calls_functions_as_they_are(kind
 
 
 def test_each_run_of_a_capture_has_row_offsets_of_its_own() -> None:
-    """The library caches by identity what it derives from them: another object means that a graph computes it."""
+    """The library caches derived values by the identity of the offsets. A new object makes each graph compute them
+    itself."""
     varlen = CapturedVarlen(2, 100, CHUNK, torch.device("cpu"))
     chunks = FlaChunks.captured(varlen)
     seen = [chunks.cu_seqlens]

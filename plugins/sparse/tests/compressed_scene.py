@@ -85,7 +85,7 @@ class Tokens:
 
 
 class CompressedScene:
-    """Requests of one layer. The model has a layer like it before, which nobody runs: its caches stay NaN."""
+    """Requests on one layer. The model also has an equal layer before it that never runs, so its caches stay NaN."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from attnplug_testing import ahead
 
 PAGE = 64
 SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
-"""What a program can have of shared memory, by SM."""
+"""Maximum shared memory of a program, by SM."""
 KINDS = {
     **dict.fromkeys(("weights", "scores", "groups"), "*fp32"),
     **dict.fromkeys(("page_table", "numbers", "infos", "counts"), "*i32"),

@@ -129,7 +129,7 @@ def test_copied_pages_hold_entries_and_unfinished_windows(layer):
 
 
 def test_entries_of_other_requests_and_unfinished_ones_are_never_read():
-    """Memory that nobody wrote is NaN in every scene; here is what others wrote, too."""
+    """Unwritten memory is NaN in every scene. Here, memory that other requests wrote is NaN, too."""
     scene = CompressedScene(SPARSE, 2)
     scene.step([18, 30])
     for cache in (scene.pool.entries(LAYER), scene.pool.index(LAYER)):

@@ -1,6 +1,6 @@
-"""HiSparse: rows of random traces against a pool that holds them all, on a CPU and by kernels (A10).
+"""HiSparse: random traces compared with a pool that holds all rows, on a CPU and by kernels (A10).
 
-Whatever must not be read is NaN: rows of pages that nobody has, rows of no hot buffer, and all that is on the device
+Rows that must not be read are NaN: those of unallocated pages, those outside of hot buffers, and all rows on the device
 when a layer ends.
 """
 
@@ -472,7 +472,8 @@ def test_buffers_that_do_not_hold_a_choice_are_refused(changes, named):
 
 
 def test_compressed_layers_read_rows_of_a_window_and_entries_that_an_index_selects():
-    """Layers that read all entries have them on the device. A window has to fit its buffer, whatever is configured."""
+    """Entries of layers that read all of them stay on the device. The window sets the size of its buffer; the
+    configured size does not apply."""
     window, ratio, sizes = 6, 4, HotSizes(1, 4, 8, 5)
     sliding = replace(layers(5)[0], indexer=None, sliding_window=window)
     heavy = replace(sliding, layer_id=1, compressed=CompressedDims(8))

@@ -37,7 +37,7 @@ FLOAT8 = DType.FLOAT8_E4M3
 TYPES = {"float32": (DType.FLOAT32, None), "bfloat16": (DType.BFLOAT16, None), "fp8": (DType.BFLOAT16, FLOAT8)}
 """Of queries, and of keys if these are others."""
 SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
-"""What a program can have of shared memory, by SM."""
+"""Maximum shared memory of a program, by SM."""
 by_kernel = pytest.mark.parametrize("device", [pytest.param("cpu", marks=INTERPRETED), DEVICES[1]])
 CASES = {
     "decode": sparse(((40, 1), (7, 1), (90, 1), (8, 1)), DECODE),
@@ -124,7 +124,7 @@ def test_a_choice_has_as_many_columns_as_are_asked_for(device):
 
 @INTERPRETED
 def test_a_coordinator_receives_positions():
-    """A10: rows that it keeps elsewhere are not where the page table says."""
+    """A10: a coordinator keeps rows elsewhere, so slots from the page table would be wrong."""
     stage = scene(CASES["extend"])
     batch = stage.planned()
     stage.select(batch)  # which writes the new keys
@@ -148,7 +148,7 @@ def replace_launch(kernels: Any) -> Any:
 
 
 def by_torch(inputs: ScoreInputs) -> Tensor:
-    """As an author's kernel might: nonsense past what a row sees."""
+    """Scores as an author's kernel may give them: arbitrary values behind the rows that a token sees."""
     size = inputs.keys.shape[1]
     position = torch.arange(inputs.width, device=inputs.q.device)
     found = torch.full((len(inputs.q), inputs.width), 1e30, device=inputs.q.device)
@@ -271,7 +271,8 @@ def test_kernels_compile_for_gpus_that_need_not_be_there():
 
 @pytest.mark.parametrize("width", [5, 40])
 def test_equal_scores_are_selected_by_position(width):
-    """E3: whatever the shape of all scores; the highest first, and -1 where nothing is seen."""
+    """E3: the highest scores are selected independently of the width, by position if they are equal. Tokens that see
+    fewer rows get -1."""
     scores = torch.tensor([0.0, 2.0, 0.0, 0.0, 1.0]).repeat(3, 1)
     scores = torch.cat([scores, torch.zeros(3, width - 5)], 1)
     scores[2, 3:] = float("-inf")

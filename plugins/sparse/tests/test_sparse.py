@@ -1,6 +1,6 @@
-"""Sparse MLA in torch_native: what is chosen, what is read, and which rows move together (A10).
+"""Sparse MLA in torch_native: which rows are selected, read and moved together (A10).
 
-The conformance kit proves the usual batches: here are others.
+The conformance kit covers the usual batches, these tests the others.
 """
 
 from __future__ import annotations

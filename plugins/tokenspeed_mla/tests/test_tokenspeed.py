@@ -1,4 +1,4 @@
-"""The variant of trtllm_mla with TokenSpeed's kernels: what it says, what it is built of, and its results (A5)."""
+"""The variant of trtllm_mla with TokenSpeed's kernels: its claims, its parts and its results (A5)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from attnplug_trtllm_mla.kernels import to_float8
 (SPEC,) = attnplug_backends()
 ON_A_B200 = Problem(read(DEEPSEEK_V3), "cuda", 100, DType.BFLOAT16, FP8, 64)
 on_every_device = pytest.mark.parametrize("device", DEVICES)
-# Said once by torch on a CPU that has no bfloat16 instructions.
+# torch warns once on a CPU without bfloat16 instructions.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
 

@@ -1,4 +1,4 @@
-"""Compiles the plugin's kernels for GPUs that need not be there, and says what they take. With core/tests on the path:
+"""Compiles the plugin's kernels for GPUs that need not be present, and prints their needs. With core/tests on the path:
 
 python cross_compile.py '[{"sm": …, "cut": CONFIGURATION, "type": TYPE, "dim": …, "page_size": …}, …]'
     the attention kernel of each case, and for SM 90 both plans and the merge; prints [SM, kernel, shared bytes]

@@ -1,4 +1,4 @@
-"""The backend on a scene: in Triton's interpreter on a CPU, on a GPU with what the table says."""
+"""The backend on a scene: on a CPU in Triton's interpreter, on a GPU with the configurations of the table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Choose = Callable[[int, int, int, int], MHAKernelConfig]
 MULTIPROCESSORS = 3
 """Of the imaginary GPU: few, since each is a loop in Python, and enough to divide a request."""
 CODED_TOLERANCE = 2e-2
-"""Coded rows are multiplied in fp16, whatever queries are in."""
+"""Coded rows are multiplied in fp16, for queries of any type."""
 
 
 def small(rows: int, requests: int, kv_heads: int, format: int) -> MHAKernelConfig:
@@ -39,7 +39,7 @@ def build(context: BackendContext, choose: Choose | None = None) -> AttentionBac
     if on_cpu:
         if torch.cuda.is_available():
             pytest.skip("there is a GPU, for which Triton compiles: nothing is interpreted beside it in one process")
-        os.environ["TRITON_INTERPRET"] = "1"  # for whoever is not under this folder's conftest
+        os.environ["TRITON_INTERPRET"] = "1"  # for importers outside of this folder's conftest
     from attnplug_triton_mha.backend import TritonMHABackend
 
     context = declaring(context, "triton_mha")

@@ -121,7 +121,7 @@ class TestDivision:
 
     @on_every_device
     def test_the_same_batch_gives_the_same_bits_and_leaves_counters_at_zero(self, device):
-        """Whoever comes last merges in the order of the parts."""
+        """The last program to finish merges the parts in their order, not in the order in which they finished."""
         stage = scene(mha(((150, 1), (40, 1), (2, 1)), DECODE, heads=4, head_dim=32), device)
         first, first_lse = stage.results()
         for _ in range(1 if device == "cpu" else 100):
@@ -132,7 +132,7 @@ class TestDivision:
 
 
 class TestOnAGPU:
-    """The whole of what the spec claims. Every shape is a kernel to be compiled."""
+    """Everything that the spec claims, on a GPU only, because every shape compiles a kernel."""
 
     @on_a_gpu
     @pytest.mark.parametrize("entry", sorted(set(ENTRIES), key=str), ids=str)
@@ -231,7 +231,7 @@ class TestOnAGPU:
         late_q, late_k, late_v = (part.view_as(tensor) for part, tensor in zip(parts, given, strict=True))
         for _ in range(3):
             batch = stage.batch()
-            # Whoever reads too soon finds NaN: in queries and new rows, where new rows go, and in partial results.
+            # A kernel that reads too soon finds NaN: in queries, in new rows, at their slots, and in partial results.
             late.fill_(float("nan"))
             for pages, old in zip(memory, before, strict=True):
                 pages.copy_(old)

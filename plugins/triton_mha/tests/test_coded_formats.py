@@ -84,7 +84,7 @@ def test_float16_queries_are_multiplied_as_they_are(device):
 @on_every_device
 @in_new_formats
 def test_rows_of_any_magnitude(format, device):
-    """Rows whose scales differ by orders of magnitude, and values that are all tiny, of which fp16 holds no weights."""
+    """Scales of rows differ by orders of magnitude, or all values are so small that fp16 cannot hold their weights."""
     for keys, values, various in ((1.0, 1e-5, False), (1e-3, 1e4, True)):
         stage = scene(case(DECODE, (90, 1), (40, 1), head_dim=32, kv_dtype=format, kv_scales=(keys, values)), device)
         spread = torch.logspace(-1, 1, 91, device=device).view(-1, 1, 1)
@@ -128,7 +128,7 @@ def test_small_queries_over_a_large_cache(device):
 
 
 def over(format: str, shape: str, context: BackendContext, asked: KernelCase) -> tuple[MHAPool, bool]:
-    """The scene's pool over a host's memory instead, of the same pages; and whether pairs of columns lie together."""
+    """The scene's pool over a host's memory with the same pages, and whether pairs of columns are adjacent."""
     made = context.pools.mha
     pages, size, heads, dim = made.keys(LAYER).shape
     tensors: dict[int, Tensor | tuple[Tensor, Tensor]] = {}

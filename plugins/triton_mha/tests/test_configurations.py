@@ -1,4 +1,4 @@
-"""The table: every shape finds an entry, and what is chosen for a GPU compiles for it and fits, without that GPU."""
+"""The table: every shape has an entry, and the configuration for a GPU compiles and fits, without needing that GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from attnplug_triton_mha.configurations import (
 
 KIB = 1024
 SHARED = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}
-"""What a program can have of shared memory, by SM."""
+"""Maximum shared memory of a program, by SM."""
 
 
 @pytest.mark.parametrize("format", range(len(TABLES)))

@@ -172,7 +172,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_results_are_those_of_float64(name, monkeypatch):
-    """C1, C4, B6: whatever is not a visible cache row is NaN."""
+    """C1, C4, B6: everything except visible cache rows is NaN."""
     case, parts = CASES[name]
     assert check(case, monkeypatch) == parts
 
@@ -238,7 +238,7 @@ ERRORS = {
     "one unmasked step too many": (PREFIX, "gl.maximum(clear - start, 0) // STEP * STEP", "STEP"),
     "a merge without the last part": (PARTS, "for part in range(parts):", "for part in range(parts - 1):"),
 }
-"""A batch, and what is wrong in the kernel's source."""
+"""A batch, and an error in the kernel's source."""
 
 
 def check_schedules(case: Case, monkeypatch: pytest.MonkeyPatch, module: Any) -> None:

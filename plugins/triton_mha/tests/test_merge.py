@@ -1,6 +1,6 @@
 """The separate merge kernel against float64: interpreted on a CPU, compiled on a GPU.
 
-Partial results that nobody wrote are NaN, and so is the cache where nothing may be read.
+Unwritten partial results are NaN, and so are cache rows that must not be read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The schedule: every cache row of every tile is in one part, whatever the lengths, within the memory that is there."""
+"""The schedule: every cache row of every tile is in one part, for all lengths and within the reserved memory."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_padded_requests_of_a_captured_batch_write_zeros_and_no_row():
 
 
 def test_a_length_beyond_the_page_table_touches_nothing_outside():
-    """Nobody checks lengths on the device."""
+    """Lengths on the device are not checked, so planning clamps them to the page table."""
     table, lens = torch.arange(4).view(1, 4).int(), torch.tensor([1000], dtype=torch.int32)
     batch = Geometry(ForwardMode.DECODE, table, lens, PAGE, rows=1, max_seq_len=64, max_new=1)
     made, slots = schedule(batch)

@@ -75,7 +75,7 @@ def test_a_chain_is_a_causal_batch(cut):
 @on_every_device
 @pytest.mark.parametrize("cut", [LOW, SINGLE], ids=["steps", "single"])
 def test_what_a_row_must_not_see_may_be_nan(cut, device):
-    """A sibling's values, without weight, do not get into the result. Who sees them gets NaN."""
+    """NaN rows of two tokens reach only the rows that attend to them, not those of their siblings."""
     parents = (-1, 0, 0, 1, 2, 0)
     stage = scene(trees(6, (20,), trees=(parents,)), device, lambda *_: cut)
     wanted = stage.wanted()[0]

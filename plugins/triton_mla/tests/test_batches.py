@@ -137,7 +137,7 @@ class TestBatches:
 
     @on_every_device
     def test_a_page_table_by_its_strides(self, device):
-        """It is read where it lies, a part of a larger one as well."""
+        """A page table is read in place by its strides, even if it is a view of a larger one."""
         stage = scene(mla(((130, 1), (64, 1), (1, 1)), DECODE, heads=4), device)
         batch = stage.batch()
         table = batch.geometry.page_table
@@ -148,7 +148,7 @@ class TestBatches:
 
 
 class TestConfigurations:
-    """Every way to cut and merge gives the result; which one is fast is the table's to say."""
+    """All tile and split configurations and ways to merge give the same result. Only the table says which is fast."""
 
     @on_every_device
     @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ class TestConfigurations:
     @pytest.mark.parametrize(("mode", "new", "merge"), [(DECODE, 1, "kernel"), (VERIFY, 3, "last")])
     @pytest.mark.sample(1)
     def test_tiles_with_a_lead(self, mode, new, merge, device):
-        """Long and short requests: every tile's parts lie after its lead, for whoever merges them too."""
+        """Among long and short requests, every tile's parts begin behind its lead, and the merge reads them there."""
         cut = MLAKernelConfig(16, 16, 4, 2, programs=4, start_steps=5, merge=merge, merge_columns=512)
         given = ((3, new), (300, new), (0, new), (90, new))
         stage = check(mla(given, mode, heads=2), device, lambda *_, **__: cut)
@@ -265,7 +265,7 @@ class TestConfigurations:
         lse = torch.empty(q.shape[:2], device=device)
         for _ in range(3):
             batch = stage.batch()
-            # Whoever reads too soon finds NaN: in queries and new rows, where new rows go, and in partial results.
+            # A kernel that reads too soon finds NaN: in queries, in new rows, at their slots, and in partial results.
             late.fill_(float("nan"))
             memory.copy_(before)
             stage.workspace.request("test", stage.device, SCRATCH, 1).buffer.fill_(255)
@@ -281,7 +281,7 @@ class TestBits:
     @pytest.mark.parametrize("merge", ["last", "kernel"])
     @pytest.mark.sample(1)
     def test_the_same_batch_gives_the_same_bits(self, merge, device):
-        """Whoever comes last merges in the order of the parts; and leaves its counter at zero."""
+        """The last program to finish merges the parts in their order and resets its counter to zero."""
         cut = replace(small(16, 4, 64), merge=merge)
         stage = scene(mla(((150, 1), (40, 1), (2, 1), (64, 1)), DECODE, heads=2), device, lambda *_, **__: cut)
         first, first_lse = stage.results()
@@ -301,7 +301,7 @@ class TestBits:
 
     @on_every_device
     def test_without_a_level_the_batch_decides(self, device):
-        """Or tests of invariance could not fail: with others in the batch, the same request is split elsewhere."""
+        """Shows that tests of invariance can fail: with others in the batch, the same request is split elsewhere."""
         if device == "cpu":
             cut = small(16, 4, 64)  # the same for both
             alone = self.parts(scene(mla(((150, 1),), DECODE, heads=4), device, lambda *_, **__: cut))

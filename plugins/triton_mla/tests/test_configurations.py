@@ -1,4 +1,4 @@
-"""The table: every shape finds an entry, and what is chosen for a GPU compiles for it and fits, without that GPU."""
+"""The table: every shape has an entry, and the configuration for a GPU compiles and fits, without needing that GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from attnplug_triton_mla.ragged import fit_ragged
 
 KIB = 1024
 SHARED = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}
-"""What a program can have of shared memory, by SM."""
+"""Maximum shared memory of a program, by SM."""
 WIDTH = 576
 ROW_BYTES = {"plain": 2 * WIDTH, "fp8": WIDTH, "fp8_per_token_head": 656, "fp8_ds_mla": 656, "nvfp4": 416}
 
@@ -103,7 +103,7 @@ def test_kernels_in_gluon_are_for_sm_90_and_16_bits(kernel, rows, tile, instead)
 
 
 def test_trees_are_for_the_triton_kernel():
-    """Whatever the table says of a shape, and with no more partial results than are reserved."""
+    """This holds whatever kernel the table lists for a shape, and needs no more partial results than are reserved."""
     for entry in ENTRIES:
         found = on_triton(entry)
         assert (found.kernel, found.programs, found.merge) == ("triton", entry.programs, entry.merge)
@@ -163,7 +163,7 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
 
 
 def test_only_the_triton_kernel_merges_by_its_last_program():
-    """The others would leave splits that nobody merges."""
+    """Other kernels would leave splits unmerged."""
     low = next(entry for entry in ENTRIES if entry.kernel == "low")
     with pytest.raises(ValueError, match="merge='last' requires 'triton'"):
         replace(low, merge="last")

@@ -1,7 +1,7 @@
-"""Driven by another engine: its caches, tables, lengths and slots, upper bounds only, and no batch of our scheduler.
+"""The backend driven by another engine: its caches, tables, lengths and slots, with upper bounds only.
 
-Every memory layout and every tensor is made here as vLLM or SGLang makes it. Whatever is not a row of a request is NaN,
-and whatever is not a page of one leads out of the cache.
+Every memory layout and every tensor is made as vLLM or SGLang makes it, and no batch comes from our scheduler. All
+memory outside of requests' rows is NaN, and all table entries outside of their pages are out of range.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from attnplug_testing.references.triton_mla import NARROW, build
 
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
 HEADS, LAYERS, LAYER = 4, 3, 1
-"""The layer under test, among others whose caches nobody may read."""
+"""The layer under test, among others whose caches must not be read."""
 NOWHERE = 1 << 30
 NAN = float("nan")
 BATCHES = {
@@ -89,7 +89,7 @@ class Step:
         return [int(self.table[request, at // size]) * size + at % size for at in range(start, stop)]
 
     def new_slots(self, padding: int) -> Tensor:
-        """int64, as both hosts keep them; ``padding`` is what they say of a row that goes nowhere."""
+        """Slots of new rows in int64, as in both hosts. ``padding`` is the host's slot for rows that are not stored."""
         spans = enumerate(self.lengths)
         found = [slot for request, (before, new) in spans for slot in self.slots(request, before, before + new)]
         return torch.tensor(found + [padding] * self.padding, device=self.device)
@@ -142,9 +142,9 @@ def vllm(step: Step, *, across_layers: bool = False, rows_apart: int = 0) -> Mad
 
 
 def sglang(step: Step) -> Made:
-    """``[slots, 1, width]`` a layer; a page table made of ``req_to_token``, which has every token's slot.
+    """``[slots, 1, width]`` per layer, and a page table made of ``req_to_token``, which holds every token's slot.
 
-    Padding goes to slot 0, which is nobody's.
+    Padding writes to slot 0, which belongs to no request.
     """
     shape = (step.pages * step.page_size, 1, step.dims.row_dim)
     caches = [torch.full(shape, NAN, dtype=step.q.dtype, device=step.device) for _ in range(LAYERS)]
@@ -229,7 +229,7 @@ def test_another_engines_tensors_give_float64s_result(host, page_size, mode, dev
     ids=["apart", "not at 16 bytes", "not 16 bytes apart", "by columns", "fp8 pairs", "fp8 at odd addresses"],
 )
 def test_which_kernels_can_read_a_hosts_rows(dtype, rows, copied):
-    """Those in Gluon copy 16 bytes at once; fp8 is read by pairs; columns must lie side by side."""
+    """Gluon kernels copy 16 bytes at once, fp8 is read in pairs, and columns must be contiguous."""
     from attnplug_triton_mla.attention import LatentLayerCache
 
     layer = LayerSpec(0, AttentionKind.MLA, HEADS, HEADS, 32, 16, 1.0, mla=NARROW)

@@ -41,7 +41,8 @@ def test_same_tokens_as_transformers_where_bfloat16_can_tell(deepseek, settings)
 
 @pytest.fixture(scope="module", params=SPARSE)
 def sparse(request, tmp_path_factory):
-    """Prompts are up to twice as long as what is chosen. With few chosen, rounding alone would decide which."""
+    """Prompts are up to twice as long as the number of selected rows. With fewer selected rows, rounding alone would
+    decide the selection."""
     tiny = {
         key: value for key, value in TINY_CONFIGS[request.param].items() if key not in ("architectures", "model_type")
     }

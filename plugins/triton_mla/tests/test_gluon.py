@@ -90,7 +90,7 @@ ERRORS = {
     "wide: rows are read during their copy": (WIDE, "async_copy.wait_group(0)\n            fence", "fence"),
     "wide: rows are copied over those that are read": (WIDE, "2 if ROPE > 0 else 1, deps=(added,)", "3, deps=()"),
 }  # fmt: skip
-"""A configuration, and what is wrong in the kernel's source."""
+"""A configuration, and an error in the kernel's source."""
 
 
 def check_schedules(config: MLAKernelConfig, monkeypatch: pytest.MonkeyPatch, module: Any) -> None:

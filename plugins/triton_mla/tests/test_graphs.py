@@ -30,7 +30,7 @@ on_a_gpu = pytest.mark.parametrize("device", DEVICES[1:])
 
 
 def coarse(*_: int, **__: bool) -> MLAKernelConfig:
-    """Long steps, since what is interpreted costs by the step."""
+    """A configuration with long steps, as the interpreter's time grows with the number of steps."""
     return MLAKernelConfig(16, 128, 4, 2, merge="last")
 
 

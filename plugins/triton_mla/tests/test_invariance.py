@@ -1,4 +1,4 @@
-"""Levels of invariance: the bits of a request's rows, whatever else is in the batch and however it came (E3)."""
+"""Levels of invariance: a request's rows have the same bits in every batch and every mode (E3)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_decoded_row_has_the_same_bits_in_every_batch(setting, device):
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.sample(1)
 def test_a_row_has_the_same_bits_decoded_verified_and_prefilled(setting, device):
-    """Chunk boundaries, prefix hits and speculation change nothing; nor does another request beside it."""
+    """Chunk boundaries, prefix hits, speculation and another request in the batch do not change a bit."""
     stage = stage_of(device, **SETTINGS[setting])
     scale = SCALE[device]
     first = 250 * scale

@@ -1,4 +1,4 @@
-"""Plans as values, and what is refused: on a CPU by interpreted kernels, on a GPU by compiled ones."""
+"""Plans as values, and refused batches: on a CPU with interpreted kernels, on a GPU with compiled ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TestPlans:
         [(DECODE, ((90, 1), (5, 1))), (VERIFY, ((90, 3), (5, 3))), (EXTEND, ((9, 4),)), (EXTEND, ((9, 2), (0, 3)))],
     )
     def test_lengths_on_the_host_change_nothing(self, mode, given, device):
-        """``needs_cpu_seq_lens`` is false: a plan comes from what the device has."""
+        """``needs_cpu_seq_lens`` is false, so plans depend on the lengths on the device only."""
         made = []
         for exact in (True, False):
             stage = scene(mla(given, mode, heads=2, exact=exact), device)

@@ -1,4 +1,4 @@
-"""The schedule: every step of every tile is somebody's, once, and new rows go where they belong."""
+"""The schedule: every step of every tile is run exactly once, and new rows go to their slots."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def test_new_rows_are_the_last_of_their_request(page_size, uniform, device):
 )
 @pytest.mark.sample(4)
 def test_the_line_of_work_is_divided_evenly(seed, cut, device):
-    """Stretches of one length, no shorter than asked, in the order of requests; a request's record says where it is."""
+    """Stretches have one length, at least the requested minimum, in the order of requests. Each request's record holds
+    its position."""
     lens, new = batch_of(seed)
     schedule, _ = made(lens, new, cut=cut, device=device)
     stretch, total, lead, *_ = numbers = schedule.numbers.tolist()
@@ -106,7 +107,7 @@ def _walk(
     visits, numbers, requests, programs, partial_slots, page_table, table_row, HEADS: tl.constexpr, TILE: tl.constexpr,
     STEP: tl.constexpr, PAGE_SIZE: tl.constexpr, SPLIT: tl.constexpr, GROWS: tl.constexpr,
 ):  # fmt: skip
-    """The way of a program of the attention kernels: at every place where it begins, what it finds there."""
+    """Loop of an attention kernel's program that records the values at every place where it begins."""
     (
         at, stop, stretch, lead, end, kv_len, prefix, begin, new, stored_at, units, request, tile_start, tile,
         first_page,
@@ -186,7 +187,7 @@ def test_every_step_of_every_tile_is_taken_once(seed, queries, device):
         for number, (token, end_token, taken, count, slot, first, others, page) in enumerate(parts):
             assert (token, count) == (at * cut.step, len(parts))
             assert end_token == min((at + taken) * cut.step, seen)
-            assert (taken == units) == (count == 1)  # how an attention kernel knows that nobody merges
+            assert (taken == units) == (count == 1)  # by this an attention kernel knows that no merge follows
             assert slot == (first if number == 0 else others + number)
             assert page == (int(table[request, token // 16]) if token < lens[request] else 0)
             places += [slot] if count > 1 else []
@@ -200,7 +201,7 @@ def test_every_step_of_every_tile_is_taken_once(seed, queries, device):
 @pytest.mark.parametrize(("seed", "queries", "grows"), [(0, 3, True), (1, 0, True), (2, 3, False), (3, 1, True)])
 @pytest.mark.sample(2)
 def test_every_split_is_computed_once_at_its_position(seed, queries, grows, device):
-    """Whatever the batch: splits begin at the same rows, and no two partial stored_at have the same memory."""
+    """In every batch, splits begin at the same rows, and no two partial results share memory."""
     taken_by, schedule, _, _, _ = walked(seed, queries, device, split=16, grows=grows)
     numbers, cut, slots = schedule.numbers.tolist(), schedule.configuration, set()
     lengths = [1] * 16 + [2] * 16 + [4] * 9 if grows else [1] * 99

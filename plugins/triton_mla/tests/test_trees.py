@@ -83,7 +83,7 @@ def test_a_chain_is_a_causal_batch():
 
 @on_every_device
 def test_what_a_row_must_not_see_may_be_nan(device):
-    """A sibling's row, without weight, does not get into the result. Who sees it gets NaN."""
+    """A NaN row of one token reaches only the rows that attend to it, not those of its siblings."""
     parents = (-1, 0, 0, 1, 2, 0)
     stage = scene(trees(6, (20,), trees=(parents,)), device)
     wanted = stage.wanted()[0]

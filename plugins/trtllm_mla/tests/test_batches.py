@@ -36,7 +36,7 @@ from attnplug_testing.trtllm_checks import (
 from attnplug_trtllm_mla.planner import table_width
 
 GPU_PREFIXES = ((900, 333), (0, 90), (64, 1), (1, 30))
-# Said once by torch on a CPU that has no bfloat16 instructions.
+# torch warns once on a CPU without bfloat16 instructions.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 DECODE, VERIFY, EXTEND, MIXED = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND, ForwardMode.MIXED
 on_every_device = pytest.mark.parametrize("device", DEVICES)
@@ -68,7 +68,8 @@ class TestDecode:
     @pytest.mark.parametrize("heads", [16, 24])
     @pytest.mark.parametrize("mode", [DECODE, EXTEND])
     def test_the_result_is_put_into_the_hosts_memory(self, mode, heads, device):
-        """Written there by the kernel, or copied: memory with gaps, padded heads, and what the fallback gives."""
+        """The kernel writes there directly, or the result is copied: into memory with gaps, from padded heads, and from
+        the fallback."""
         case = mla(((64, 1), (9, 1)) if mode is DECODE else ((64, 3), (9, 1)), mode, heads=heads, lse=False)
         stage = scene(case, device, build_on(device))
         plain, _ = stage.results()
@@ -122,7 +123,8 @@ class TestRandomBatches:
     @pytest.mark.parametrize("seed", range(6))
     @pytest.mark.sample(4)
     def test_any_mode_page_size_type_and_number_of_heads(self, seed, device):
-        """A4, B5, C4: planned by whatever serves it, over pages in any order among others full of NaN."""
+        """A4, B5, C4: the backend or its fallback plans each batch. Pages are in any order, among others full of
+        NaN."""
         chance = random.Random(seed)
         mode = chance.choice([DECODE, VERIFY, EXTEND, MIXED, ForwardMode.DRAFT_EXTEND])
         new = {DECODE: 1, VERIFY: chance.randint(2, 8)}.get(mode, (1, 9))
@@ -202,8 +204,8 @@ class TestAsMHA:
 
     @pytest.mark.parametrize("prefix", [0, 70])
     def test_with_chunked_prefix_disabled_a_prefix_is_the_fallbacks_to_plan(self, prefix, monkeypatch):
-        """A4: with disable_flashinfer_ragged=True, and only where there is a prefix. In one shot it answers None, as
-        the one call is our own kernel's; it has no runner for chunks, and says so."""
+        """A4: the fallback plans with disable_flashinfer_ragged=True, and only if there is a prefix. In one shot it
+        returns None, since our own kernel runs the one call. Chunks are refused, as there is no runner for them."""
         asked = []
         hook = FlashInferMLABackend.init_mha_chunk_metadata
 
@@ -278,7 +280,7 @@ class TestPlanning:
         ("heads", "padded"), [(1, 8), (8, 8), (9, 16), (16, 16), (63, 64), (64, 64), (65, 128), (128, 128)]
     )
     def test_the_kernel_is_given_this_ranks_heads_padded(self, heads, padded):
-        """The context's model is this rank's. More heads than that would be as right, and take longer."""
+        """The context's model is this rank's. With more heads the result would be the same, but slower."""
         flashinfer = ReferenceFlashInfer()
         check_absorbed(mla(((5, 1),), DECODE, heads=heads), "cpu", partial(reference_trtllm, flashinfer=flashinfer))
         assert [call["query"].shape[2] for call in flashinfer.named("decode")] == [padded]

@@ -44,7 +44,8 @@ def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, he
 
 
 def test_a_padded_request_is_given_a_length_that_kernels_know():
-    """No empty KV rows: each of its queries sees a key, of whatever page, and its output and sums are cleared."""
+    """The kernels do not support empty KV. So each query of a padded request sees a key of an arbitrary page, and its
+    output and log-sum-exp are cleared."""
     stage = KernelScene(mla(((60, 4),) * 4, VERIFY), "cpu", reference_trtllm)
     capture = Capture(stage).reserve().capture()
     assert capture.plan.metadata.call.seq_lens.tolist() == [4] * 4

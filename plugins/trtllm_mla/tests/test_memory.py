@@ -43,7 +43,7 @@ def test_one_scratch_buffer_and_semaphores_apart_from_it(monkeypatch):
 
 
 def test_every_lane_has_memory_of_its_own(monkeypatch):
-    """A2: shared with the fallback's lane of the same number, and with nobody else's."""
+    """A2: a lane shares its memory only with the fallback's lane of the same number."""
     given = pretend(monkeypatch)
     stage = KernelScene(replace(CASE, lanes=2), "cpu", trtllm_mla)
     lanes = stage.backend.lanes
@@ -65,8 +65,8 @@ def test_semaphores_are_for_the_heads_that_the_kernel_is_given(monkeypatch, head
 
 
 def test_the_fallback_is_built_from_the_same_parts(monkeypatch):
-    """A10: the coordinator above all, and whatever else a context holds; its name and options are its own, and it
-    declares what flashinfer_mla does."""
+    """A10: the fallback gets the coordinator and all other parts of the context. Only its name and options are its own,
+    and its capabilities are those of flashinfer_mla."""
     pretend(monkeypatch)
     coordinator, contexts = object(), []
 
@@ -91,7 +91,7 @@ def test_a_larger_workspace_is_asked_for_before_the_fallback_holds_a_smaller_one
 
 
 def test_beside_flashinfer_mla_itself_nothing_is_added_but_semaphores(monkeypatch):
-    """A2: equal kinds share, whoever asks."""
+    """A2: workspaces of equal kind are shared, even by different backends."""
     pretend(monkeypatch)
 
     def both(context: BackendContext) -> FlashInferMLABackend:
@@ -105,7 +105,7 @@ def test_beside_flashinfer_mla_itself_nothing_is_added_but_semaphores(monkeypatc
 
 @pytest.mark.parametrize("sm", [80, 90, 101, 120])
 def test_on_another_gpu_nothing_is_built(monkeypatch, sm):
-    """Whoever builds without choosing is refused too, before any memory is asked for."""
+    """A caller that builds without a selection is refused, too, before any memory is requested."""
     given = pretend(monkeypatch, sm)
     owners = []
 

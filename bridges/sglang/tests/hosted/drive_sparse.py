@@ -1,9 +1,9 @@
 """Drives SGLang's own classes for sparse MLA with an attnplug backend, and prints a line of JSON.
 
 SGLang cannot start a sparse model on a CPU: its arguments ask CUDA for the compute capability, and its indexer has no
-path without a GPU. What it calls of an attention backend runs here with its own classes: the KV pool of sparse models,
-the selection of its indexer (over scores that it computes with torch), and its forward modes. The reference is
-attention in float64 over rows that SGLang reads back from its cache.
+path without a GPU. So this script makes SGLang's calls to an attention backend itself, with SGLang's own classes: the
+KV pool of sparse models, the selection of its indexer (over scores that are computed with torch), and its forward
+modes. The reference is attention in float64 over rows that SGLang reads back from its cache.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BATCHES = [
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that says it is on a numbered device, which the indexer asserts. Results are plain tensors."""
+    """A tensor whose ``device`` has an index, as the indexer asserts. Results of operations are plain tensors."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     device = SimpleNamespace(index=0)  # type: ignore[assignment]

@@ -38,7 +38,7 @@ def serve(folder: Path, *cases: dict[str, Any], paths: Sequence[str] = (), **env
 def results(
     command: list[str], cases: int = 1, paths: Sequence[str] = (), environment: dict[str, str] | None = None
 ) -> list[dict[str, Any]]:
-    """Run a script of this folder beside SGLang, and return what it prints."""
+    """Run a script of this folder against the installed SGLang, and return the results that it prints."""
     given = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(str(HERE / name) for name in ("stand_ins", *paths)),
@@ -134,7 +134,7 @@ def test_sparse_mla_with_sglangs_own_classes() -> None:
 
 @pytest.mark.parametrize("paths", [(), ("as_on_arm",)], ids=["this machine", "as on Arm"])
 def test_two_ranks(paths: Sequence[str], tmp_path: Path) -> None:
-    """On Arm, SGLang binds threads and runs collectives with its compiled kernels, without AMX too."""
+    """On Arm, SGLang binds threads and runs collectives with its compiled kernels even without AMX."""
     folder = tiny_checkpoints.save("llama", tmp_path)
     case = {"attention_backend": OURS, "tp_size": 2}
     (found,) = serve(folder, case, paths=paths, SGLANG_CPU_OMP_THREADS_BIND="0|1")
@@ -142,7 +142,7 @@ def test_two_ranks(paths: Sequence[str], tmp_path: Path) -> None:
 
 
 def test_what_cannot_serve_is_refused_before_processes_start(tmp_path: Path) -> None:
-    """D3: in the front end, in one message, in SGLang's own option names."""
+    """D3: the front end refuses it in one message, with SGLang's own option names."""
     folder = tiny_checkpoints.save("llama", tmp_path)
     by_device, by_option = serve(
         folder,

@@ -1,4 +1,4 @@
-"""Random checkpoints in float32, small enough to run in a second, as SGLang reads them; and what transformers says."""
+"""Random float32 checkpoints that run in a second, in SGLang's format, and transformers' results for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real vLLM on a CPU, in this process: an engine is up in seconds then, and tests can look inside."""
+"""Real vLLM on a CPU, in this process: an engine then starts in seconds, and tests can inspect it."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class Models:
             torch.manual_seed(0)
             model = _MAKE[name]()
             if model.config.tie_word_embeddings:
-                with torch.no_grad():  # as they are, a token is followed by itself, whatever the layers say
+                with torch.no_grad():  # without this, a token is followed by itself for any output of the layers
                     model.get_input_embeddings().weight.mul_(0.05)
             model.save_pretrained(path)
         return str(path)

@@ -33,7 +33,7 @@ def test_blocks_have_64_rows_unless_vllms_default_is_larger(backend):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_vllms_own_backend_is_left_alone_and_agrees_with_transformers(models, name):
-    """The plugin is installed, and nobody asks for it."""
+    """The plugin is installed but not requested."""
     with engine(models.path(name), {"block_size": 32}) as llm:
         assert impls(llm) == {"CPUAttentionBackendImpl"}
         assert tokens(llm, PROMPTS) == models.expected(name, PROMPTS)

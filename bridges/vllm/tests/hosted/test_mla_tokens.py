@@ -44,7 +44,7 @@ def builder_of(llm: Any) -> Any:
 
 
 def test_vllms_own_backend_is_left_alone_and_agrees_with_transformers(deepseek):
-    """The plugin is installed, and nobody asks for it."""
+    """The plugin is installed but not requested."""
     with engine(deepseek.path("dense"), {**OPTIONS["dense"], "attention_backend": "CPU_MLA"}) as llm:
         assert impls(llm) == {"CPUMLAImpl"}
         assert tokens(llm, PROMPTS) == deepseek.expected("dense", PROMPTS)

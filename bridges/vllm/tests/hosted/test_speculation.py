@@ -8,7 +8,7 @@ from engines import NEW, PROMPTS, VOCABULARY, asking, engine, impls, planned, to
 
 
 def test_a_draft_runs_on_a_backend_that_is_named_for_it(models, monkeypatch):
-    """It drafts for its own likes, so every draft is accepted: three and one more a step."""
+    """The draft equals the target, so every draft is accepted: three tokens and one more per step."""
     drafts = {"method": "draft_model", "model": models.path("llama"), "num_speculative_tokens": 3}
     options = {**asking(), "block_size": 16, "speculative_config": {**drafts, "attention_backend": "CUSTOM"}}
     with engine(models.path("llama"), options) as llm:

@@ -1,8 +1,8 @@
 """Stand-in for SGLang's compiled CPU kernels. SGLang imports many of them by name and calls most with AMX only.
 
 Without AMX an x86 host calls none, except around drafts (``speculation``). An Arm host calls the four operators below,
-which do with torch what the compiled ones do. ``convert_weight_packed`` must stay undefined: by it, SGLang concludes
-that AMX kernels are installed.
+which compute the same with torch. ``convert_weight_packed`` must stay undefined: if it exists, SGLang concludes that
+AMX kernels are installed.
 """
 
 import torch
