@@ -422,7 +422,7 @@ def test_an_mla_shape_is_that_of_the_layers_and_their_cache():
     assert shape.ragged_dims == (16 + 8, 12)
 
 
-def test_a_plan_of_somebody_else_is_refused():
+def test_a_plan_of_another_backend_is_refused():
     """B5"""
     on, other = stage(), stage()
     batch = on.batch()

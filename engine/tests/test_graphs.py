@@ -97,7 +97,7 @@ class TestTokens:
         assert tokens(captured(engine(overlap=True), SIZES), mixed) == tokens(engine(), mixed)
 
     @pytest.mark.parametrize("fill", [0, 1, 6])
-    def test_padding_writes_to_nobodys_pages(self, fill, native):
+    def test_padding_writes_to_no_requests_pages(self, fill, native):
         """Padded requests write to no request's pages. If they have a length, pages are reserved for them."""
         native(partial(RefilledNative, fill=fill))
         graphs, eager = captured(engine(num_pages=24), (4,)), engine(num_pages=24)

@@ -273,7 +273,7 @@ class TestTokens:
         assert newest[0] == newest[1] and newest[0][1] == [77, *newest[0][0]]
 
     @pytest.mark.parametrize("fill", [0, 6])
-    def test_padding_writes_to_nobodys_rows(self, fill, native):
+    def test_padding_writes_to_no_requests_rows(self, fill, native):
         """Padded tokens belong to no request. Padded requests have no new tokens, even if they have a length."""
         native(partial(AnyBatch, fill=fill))
         one = captured(engine(num_pages=24))

@@ -187,7 +187,7 @@ class TestGraphs:
         assert one.statistics.replayed_steps and one.statistics.eager_steps
 
     @pytest.mark.parametrize("fill", [0, 1, 6])
-    def test_padding_writes_to_nobodys_pages(self, fill, monkeypatch):
+    def test_padding_writes_to_no_requests_pages(self, fill, monkeypatch):
         for module in ("execution.runner", "speculation.draft_runner"):
             kind = partial(RefilledNative, fill=fill)
             monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", partial(build, kind=kind))

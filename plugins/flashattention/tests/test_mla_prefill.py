@@ -166,7 +166,7 @@ def test_a_log_sum_exp_of_another_shape_is_refused():
 
 
 @pytest.mark.parametrize("kernel", ["fa4", "torch"])
-def test_the_decode_that_another_backend_captures_is_not_its_affair(kernel):
+def test_a_captured_decode_or_verify_of_another_backend_is_refused(kernel):
     """A9: it claims captured decodes for MLA whichever kernel it prefills with, so that a split can capture the decodes
     of its other child. A verify or a decode that is sent to it is refused."""
     backend = scene(mla(((0, 3),), heads=4), kernel, "cpu").backend

@@ -146,7 +146,7 @@ def test_heads_of_other_widths_are_refused_once(dims: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("role", [Role.DECODE, Role.DRAFT])
-def test_mla_is_prefilled_and_decoded_by_somebody_else(role: Role) -> None:
+def test_mla_is_prefilled_here_and_decoded_by_another_backend(role: Role) -> None:
     """D3: MLA roles other than prefill are refused with the setting of that role."""
     assert refusals(Role.PREFILL, model=read(DEEPSEEK_V3)) == []
     assert refusals(Role.PREFILL, model=read(KIMI_LINEAR)) == []

@@ -57,7 +57,7 @@ def test_it_refuses(role: Role, changes: dict[str, Any], code: str) -> None:
     assert [reason.code for reason in SPEC.refusals(replace(ON_A_CPU, **changes), role)] == [code]
 
 
-def test_full_attention_is_somebody_elses() -> None:
+def test_full_attention_is_refused() -> None:
     """D3"""
     problem = replace(ON_A_CPU, model=read(DEEPSEEK_V3))
     assert {reason.code for reason in SPEC.refusals(problem, Role.PREFILL)} == {"role", "kind"}
