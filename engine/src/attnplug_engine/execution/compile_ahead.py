@@ -204,7 +204,8 @@ def _follow(
     compiled: list[Compilation] = []
     skipped: dict[str, None] = {}
     failed: dict[str, str] = {}
-    chosen: dict[str, Any] = {}
+    backends: dict[str, str] = {}
+    left_out: dict[str, str] = {}
     done = found = cached = 0
     finished, problem = False, None
     for line in process.stdout:
@@ -221,13 +222,17 @@ def _follow(
                 compiled.append(Compilation(event["name"], event["seconds"], cached=False))
         elif "skipped" in event:
             skipped[event["skipped"]] = None
-        elif "backends" in event:
-            chosen = event
+        elif "role" in event:
+            backends[event["role"]] = event["backend"]
+        elif "left_out" in event:
+            left_out[event["left_out"]] = event["why"]
         found, problem = event.get("found", found), event.get("stopped", problem)
         finished |= "finished" in event
         if progress is not None and found:
             progress(done, found)
-    return AheadReport(tuple(compiled), problem, tuple(skipped), cached, failed, **chosen) if finished else None
+    if not finished:
+        return None
+    return AheadReport(tuple(compiled), problem, tuple(skipped), cached, failed, backends, left_out)
 
 
 def _marker(request: AheadRequest) -> Path:

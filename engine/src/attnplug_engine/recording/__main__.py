@@ -56,7 +56,7 @@ def main() -> None:
     try:
         start(request, report)
     except AttnplugError as error:
-        report({"stopped": str(error)[:3000]})
+        report({"stopped": str(error)[:2000]})
     except Exception as error:
         report({"stopped": f"{type(error).__name__}: {error}".partition("\n")[0][:400]})
     pool.join()
@@ -87,20 +87,12 @@ def start(request: AheadRequest, report: Report) -> None:
         else:
             made = engine.Engine(request.model, options, parallel=parallel, num_pages=request.num_pages)
             selections = [made.selection, *filter(None, [made.draft_selection])]
-    report(
-        {
-            "backends": {
-                str(role): choice.chosen_name if choice.schedule is None else " and ".join(choice.schedule.candidates)
-                for selection in selections
-                for role, choice in selection.choices.items()
-            },
-            "left_out": {
-                name: refusal.message.partition("\n")[0][:300]
-                for selection in selections
-                for name, refusal in selection.failed.items()
-            },
-        }
-    )
+    for selection in selections:
+        for role, choice in selection.choices.items():
+            served_by = choice.chosen_name if choice.schedule is None else " and ".join(choice.schedule.candidates)
+            report({"role": role, "backend": served_by})
+        for left_out, refusal in selection.failed.items():
+            report({"left_out": left_out, "why": refusal.message.partition("\n")[0][:300]})
 
 
 def _list_kernels(
