@@ -42,6 +42,7 @@ from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug.wrappers.forwarding import HybridLinearBackend
 from attnplug_engine import kernels, prepare
 from attnplug_engine.cli import arguments
+from attnplug_engine.execution import compile_ahead
 from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.scheduling.page_allocator import PageAllocator
 from attnplug_engine.scheduling.slot_table import SlotTable
@@ -327,6 +328,28 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Replace the recording process by a script; returns a function that writes it, and the cache's folder."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(compile_ahead, "_MODULE", "recorder")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(*events: dict[str, object], end: str = "") -> None:
+        started = f"from pathlib import Path; Path({str(tmp_path / 'started')!r}).open('a').write('x')"
+        read = "import sys; assert b'tiny:llama' in sys.stdin.buffer.read()"  # pickle would import torch
+        lines = [
+            "print('a library is imported')",
+            started,
+            read,
+            *(f"print({json.dumps(event)!r})" for event in events),
+            end,
+        ]
+        (tmp_path / "recorder.py").write_text("\n".join(lines))
+
+    return write
 
 
 @pytest.fixture(

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,6 +121,31 @@ def test_a_start_up_is_recorded_to_its_end(tmp_path, model, settings, kernel):
 
 @pytest.mark.long
 @needs_triton
+@pytest.mark.parametrize("kind", ["operator", "dlpack"])
+def test_a_start_up_is_recorded_although_a_library_cannot_run_on_shapes(tmp_path, kind):
+    """E1: operators of torch without a fake implementation, and functions that read memory by DLPack. Triton's kernels
+    of the same backend, and of all that comes later, are recorded."""
+    small = {"max_batch": 1, "context_length": 16, "chunked_prefill_size": 8, "num_pages": 16}
+    found = recorded(tmp_path, "llama", attention_backend="opaque", opaque=kind, **small)
+    assert {"_write_pairs", "_choose", "_end"} <= found.keys()
+    assert found["double"] == 2, "of the layer, and of the captured part of planning"
+    (why,) = (text for text in found if text.startswith("backend opaque: "))
+    assert {"operator": "opaque.schedule", "dlpack": "no memory"}[kind] in why
+
+
+@pytest.mark.long
+@needs_triton
+@pytest.mark.parametrize(("model", "backend"), [("llama", "triton_mha"), ("deepseek_v3", "triton_mla")])
+def test_no_kernel_depends_on_the_number_of_pages(tmp_path, model, backend):
+    """E1: free memory decides about it, which only the GPU's machine knows. Multiples of 16 or not, and offsets in the
+    cache that exceed 32 bits or not."""
+    settings = {"attention_backend": backend, "page_size": 64, "variants": True, "max_batch": 1}
+    found = [recorded(tmp_path, model, num_pages=pages, **settings) for pages in (64, 67, 300001)]
+    assert found[0] == found[1] == found[2] and len(found[0]) > 20
+
+
+@pytest.mark.long
+@needs_triton
 def test_prompts_of_any_lengths_launch_what_a_start_up_launched(tmp_path):
     """E1: also prefills that are not captured, of several prompts, with odd numbers of tokens."""
     settings = {"attention_backend": "triton_mha", "max_batch": 5, "context_length": 256, "chunked_prefill_size": 128}
@@ -159,28 +185,6 @@ def test_an_embedder_is_recorded(tmp_path):
     assert "_rms_norm" in found and "_choose" not in found
 
 
-@pytest.fixture
-def recorder(monkeypatch, tmp_path):
-    """Replace the recording process by a script; returns a function that writes it, and the cache's folder."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(compile_ahead, "_MODULE", "recorder")
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-    def write(*events: dict[str, object], end: str = "") -> None:
-        started = f"from pathlib import Path; Path({str(tmp_path / 'started')!r}).open('a').write('x')"
-        read = "import sys; assert b'tiny:llama' in sys.stdin.buffer.read()"  # pickle would import torch
-        lines = [
-            "print('a library is imported')",
-            started,
-            read,
-            *(f"print({json.dumps(event)!r})" for event in events),
-            end,
-        ]
-        (tmp_path / "recorder.py").write_text("\n".join(lines))
-
-    return write
-
-
 EVENTS = [
     {"found": 1},
     {"found": 2},
@@ -196,7 +200,8 @@ def test_a_cache_is_filled_once_for_equal_requests(recorder, tmp_path):
     recorder(*EVENTS, {"finished": 3})
     seen: list[tuple[int, int]] = []
     report = fill_cache(REQUEST, lambda *counts: seen.append(counts))
-    assert report == AheadReport((Compilation("attend", 2.5, cached=False),))
+    failed = {"plan": "CompilationError: no"}
+    assert report == AheadReport((Compilation("attend", 2.5, cached=False),), cached=1, failed=failed)
     assert seen == [(0, 1), (0, 2), (1, 2), (2, 2), (2, 3), (3, 3), (3, 3)]
     assert fill_cache(REQUEST) == AheadReport() and (tmp_path / "started").read_text() == "x"
     other = AheadRequest("tiny:llama", EngineOptions(dtype="bfloat16"), H200, 1, 2)
@@ -215,6 +220,33 @@ def test_a_recording_that_fails_is_told_and_tried_again(recorder, tmp_path):
     recorder(*EVENTS[:1], end="import os; os.abort()")
     assert "ended early" in str(fill_cache(REQUEST).problem)
     assert (tmp_path / "started").read_text() == "xxx"
+
+
+def test_a_recording_that_skips_kernels_says_so_and_is_not_repeated(recorder, tmp_path):
+    """E1: a kernel of another library is missing in every recording, so a later one would find no more."""
+    why = "backend fast: no kernels were recorded behind another library's in plan"
+    recorder(*EVENTS, {"skipped": why}, {"skipped": why}, {"finished": 3})
+    assert fill_cache(REQUEST).not_recorded == why
+    assert fill_cache(REQUEST) == AheadReport() and (tmp_path / "started").read_text() == "x"
+
+
+def test_real_and_random_weights_launch_the_same_kernels(recorder, tmp_path):
+    """E1: `attnplug warm` has random weights and ends at no token; the engine that serves finds what it recorded."""
+    recorder(*EVENTS, {"finished": 3})
+    for options in (EngineOptions(random_weights=True, ignore_eos=True), EngineOptions(device="cuda")):
+        fill_cache(AheadRequest("tiny:llama", options, H200, 1, 2))
+    assert (tmp_path / "started").read_text() == "x"
+
+
+@pytest.mark.parametrize("version", ["2.13.0+cpu", "2.13.0+cu129", "2.13.1+cpu"])
+def test_builds_of_one_torch_share_a_recording(recorder, tmp_path, monkeypatch, version):
+    """E1: a container image may be built with torch for CPUs. Another version is recorded again."""
+    recorder(*EVENTS, {"finished": 3})
+    for each in ("2.13.0", version):
+        torch_only = SimpleNamespace(name="torch", version=each)
+        monkeypatch.setattr(compile_ahead, "distributions", lambda found=torch_only: [found])
+        fill_cache(REQUEST)
+    assert len((tmp_path / "started").read_text()) == 1 + (version == "2.13.1+cpu")
 
 
 def test_a_recording_imports_no_file_of_the_working_directory(recorder, tmp_path, monkeypatch):
@@ -266,11 +298,12 @@ def test_a_second_recording_finds_everything_in_the_cache(tmp_path, monkeypatch)
     gpu = GPU({**H200.properties, **properties}, H200.memory, H200.target)
     request, seen = AheadRequest(str(tmp_path), options, gpu, 1, 2), []
     first = fill_cache(request, lambda *counts: seen.append(counts))
-    assert first.problem is None and len(first.compiled) > 4
+    assert first.not_recorded is None and len(first.compiled) > 4
     assert seen[-1] == (len(first.compiled), len(first.compiled))
     (marker,) = (tmp_path / "cache").glob("attnplug-*.json")
     marker.unlink()
-    assert fill_cache(request) == AheadReport()
+    again = fill_cache(request)
+    assert (again.compiled, again.cached) == ((), len(first.compiled))
 
 
 def test_an_interrupt_ends_the_compilers(recorder, tmp_path):

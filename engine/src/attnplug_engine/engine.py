@@ -101,7 +101,7 @@ class Engine:
         self._lock = threading.RLock()
         self._queue_lock = threading.Lock()
         compiled = () if compilations is None else tuple(compilations.since())
-        self.start_up = StartUp(time.perf_counter() - started, (*ahead.compiled, *compiled), ahead.problem)
+        self.start_up = StartUp(time.perf_counter() - started, (*ahead.compiled, *compiled), ahead.not_recorded)
         self._started_at = CompilationMark() if on_gpu else None
 
     @property
@@ -306,7 +306,7 @@ class Embedder:
         if on_gpu:
             self.warm_up(on_warm_up)
         compiled = () if compilations is None else tuple(compilations.since())
-        self.start_up = StartUp(time.perf_counter() - started, (*ahead.compiled, *compiled), ahead.problem)
+        self.start_up = StartUp(time.perf_counter() - started, (*ahead.compiled, *compiled), ahead.not_recorded)
         self._started_at = CompilationMark() if on_gpu else None
 
     @property

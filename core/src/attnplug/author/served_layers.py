@@ -180,7 +180,7 @@ class MLAShape:
         return self.dims.qk_nope_head_dim + self.dims.qk_rope_head_dim, self.v_head_dim
 
 
-_EXPECTED: dict[str, Callable[..., tuple[tuple[int, ...], Tensor]]] = {
+EXPECTED_RESULTS: dict[str, Callable[..., tuple[tuple[int, ...], Tensor]]] = {
     **dict.fromkeys(
         ("forward_extend", "forward_decode"), lambda q, k, v, layer, _: ((*q.shape[:2], output_width(layer)), q)
     ),
@@ -210,7 +210,7 @@ def bind_forward(holder: object, attribute: str, backend: AttentionBackend, name
         if layer.layer_id in checked:
             setattr(owner(), attribute, method)
         elif result is not None or name != "forward_delta":  # which may leave a batch to its parts
-            (shape, like), out = _EXPECTED[name](*args), getattr(kwargs.get("extras"), "out", None)
+            (shape, like), out = EXPECTED_RESULTS[name](*args), getattr(kwargs.get("extras"), "out", None)
             wanted, problem = f"{like.dtype} of shape {shape} on {like.device}", ""
             if not isinstance(result, Tensor) or describe_result(result) != wanted:
                 problem = f"{describe_result(result)}; it must return {wanted}"

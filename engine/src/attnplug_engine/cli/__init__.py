@@ -1,1 +1,1 @@
-"""Commands ``attnplug run`` and ``attnplug embed``."""
+"""Commands ``attnplug run``, ``attnplug embed`` and ``attnplug warm``."""

@@ -18,15 +18,12 @@ from attnplug_engine.cli.prompts import PromptLine
 from attnplug_engine.parallel.ranks import check_division, prompts_for_ranks, run_ranks, started_as_rank
 
 JSONL, TEXT = "jsonl", "text"
-
-
-def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="PATH|tiny:NAME", help="a checkpoint's folder, or tiny:NAME")
+MODEL_HELP = "a checkpoint's folder, or tiny:NAME"
 
 
 def add_model_and_prompts(parser: argparse.ArgumentParser, line: str) -> None:
     """Add the model and the prompts. ``line`` describes the keys of a JSON line."""
-    add_model(parser)
+    parser.add_argument("--model", required=True, metavar="PATH|tiny:NAME", help=MODEL_HELP)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", metavar="TEXT", help="one prompt")
     what.add_argument(
@@ -77,7 +74,7 @@ def add_serving_options(
 
 def shared_settings(parsed: argparse.Namespace) -> dict[str, Any]:
     """Return the parsed options as fields of ``EngineOptions`` and ``EmbedOptions``."""
-    request = _backend_request(parsed)
+    request = backend_request(parsed)
     if parsed.device is not None:
         load_registry().device(parsed.device)  # an unknown one is refused before torch is imported
     return {
@@ -108,19 +105,24 @@ def on_each_rank(
     code."""
     if parsed.prompts is None and parsed.prompts_format is not None:
         raise UsageError(f"--prompts-format {parsed.prompts_format} is given without --prompts; leave it out")
-    size = parsed.tensor_parallel
-    if size < 1:
-        raise UsageError(f"--tensor-parallel {size} is not a number of ranks; give 1 or more")
+    size = number_of_ranks(parsed)
     if size == 1 or started_as_rank():
         return work(parsed, read(parsed))
     with prompts_for_ranks(parsed.prompts):
         read(parsed)
-        check_division(parsed.model, _backend_request(parsed), size, is_embedding=is_embedding)
+        check_division(parsed.model, backend_request(parsed), size, is_embedding=is_embedding)
         output.release()
         return run_ranks(size, sys.argv[1:])
 
 
-def _backend_request(parsed: argparse.Namespace) -> BackendRequest:
+def number_of_ranks(parsed: argparse.Namespace) -> int:
+    size: int = parsed.tensor_parallel
+    if size < 1:
+        raise UsageError(f"--tensor-parallel {size} is not a number of ranks; give 1 or more")
+    return size
+
+
+def backend_request(parsed: argparse.Namespace) -> BackendRequest:
     given = {role: getattr(parsed, f"{role}_attention_backend", None) for role in Role}
     named = {role: name for role, name in given.items() if name is not None}
     return BackendRequest(parsed.attention_backend, named, split_settings(parsed.backend_option))

@@ -15,13 +15,13 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import distributions
 from pathlib import Path
 from tempfile import TemporaryFile
-from threading import Timer
+from threading import TIMEOUT_MAX, Timer
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from attnplug_engine.checkpoints.random import TINY
 from attnplug_engine.execution.compilations import Compilation
 from attnplug_engine.kernels import usable
 from attnplug_engine.models.host_memory import available_memory
+from attnplug_engine.options import EngineOptions
 from attnplug_engine.parallel.collectives import TensorParallel
 
 _BYTES_PER_COMPILER = 1 << 30  # of host memory
@@ -82,6 +83,22 @@ class AheadReport:
 
     compiled: tuple[Compilation, ...] = ()
     problem: str | None = None
+    skipped: tuple[str, ...] = ()
+    """Reasons why kernels were not recorded: those of other libraries, and what a call launches behind them."""
+    cached: int = 0
+    """Number of kernels that the cache already had."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Names of the kernels that could not be compiled, and their errors."""
+    backends: Mapping[str, str] = field(default_factory=dict)
+    """Recorded backends by role."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Backends that could not be imported or built by the recording process, and why."""
+
+    @property
+    def not_recorded(self) -> str | None:
+        """Why kernels may be missing; None if none is."""
+        reasons = [*self.skipped] if self.problem is None else [*self.skipped, self.problem]
+        return "; ".join(reasons) or None
 
 
 def compile_ahead(
@@ -114,16 +131,34 @@ def compile_workers() -> int:
 
 
 def fill_cache(request: AheadRequest, progress: Callable[[int, int], None] | None = None) -> AheadReport:
-    """Run the recording process, unless a marker file says that it already ran for an equal request."""
+    """Record a start-up, unless a marker file says that this was done for an equal request."""
     try:
-        marker = cache_folders()["triton"] / f"attnplug-{_digest(request)}.json"
+        if _marker(request).exists():
+            return AheadReport()
     except TableError as error:
         return AheadReport(problem=error.message)
-    if marker.exists():
-        return AheadReport()
+    report = record(request, progress, _TIMEOUT_SECONDS)
+    if report.problem is None:
+        mark_recorded(request, report)
+    return report
+
+
+def mark_recorded(request: AheadRequest, report: AheadReport) -> None:
+    """Write the marker file, by which equal start-ups skip the recording."""
+    marker = _marker(request)
+    with suppress(OSError):  # without a marker, the next start records again
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.write_text(json.dumps({each.name: each.seconds for each in report.compiled}))
+
+
+def record(
+    request: AheadRequest, progress: Callable[[int, int], None] | None = None, seconds: float = TIMEOUT_MAX
+) -> AheadReport:
+    """Run the recording process, for at most ``seconds``."""
     modules = os.pathsep.join(path or os.curdir for path in sys.path)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": modules}
     environment.pop("TRITON_INTERPRET", None)
+    environment["FLASHINFER_DISABLE_JIT"] = "1"  # its modules do not run on fake tensors
     # Its errors go to a file: a pipe that nobody reads would block it.
     with (
         TemporaryFile() as errors,
@@ -136,7 +171,7 @@ def fill_cache(request: AheadRequest, progress: Callable[[int, int], None] | Non
             start_new_session=True,  # so that it can be killed together with its compilers
         ) as process,
     ):
-        limit = Timer(_TIMEOUT_SECONDS, _kill, [process])
+        limit = Timer(seconds, _kill, [process])
         limit.start()
         try:
             report = _follow(process, request, progress)
@@ -149,10 +184,6 @@ def fill_cache(request: AheadRequest, progress: Callable[[int, int], None] | Non
             errors.seek(0)
             printed = errors.read().decode(errors="replace").rstrip().splitlines()
             report = AheadReport(problem=f"its process ended early{': ' + printed[-1][:400] if printed else ''}")
-    if report.problem is None:
-        with suppress(OSError):  # without a marker, the next start records again
-            marker.parent.mkdir(parents=True, exist_ok=True)
-            marker.write_text(json.dumps({each.name: each.seconds for each in report.compiled}))
     return report
 
 
@@ -171,7 +202,11 @@ def _follow(
         process.stdin.write(pickle.dumps(request))
         process.stdin.close()
     compiled: list[Compilation] = []
-    done = found = 0
+    skipped: dict[str, None] = {}
+    failed: dict[str, str] = {}
+    backends: dict[str, str] = {}
+    left_out: dict[str, str] = {}
+    done = found = cached = 0
     finished, problem = False, None
     for line in process.stdout:
         if not line.startswith(b"{"):
@@ -179,13 +214,29 @@ def _follow(
         event = json.loads(line)
         if "name" in event:
             done += 1
-            if not event.get("cached", True):
+            if "error" in event:
+                failed[event["name"]] = event["error"]
+            elif event["cached"]:
+                cached += 1
+            else:
                 compiled.append(Compilation(event["name"], event["seconds"], cached=False))
+        elif "skipped" in event:
+            skipped[event["skipped"]] = None
+        elif "role" in event:
+            backends[event["role"]] = event["backend"]
+        elif "left_out" in event:
+            left_out[event["left_out"]] = event["why"]
         found, problem = event.get("found", found), event.get("stopped", problem)
         finished |= "finished" in event
         if progress is not None and found:
             progress(done, found)
-    return AheadReport(tuple(compiled), problem) if finished else None
+    if not finished:
+        return None
+    return AheadReport(tuple(compiled), problem, tuple(skipped), cached, failed, backends, left_out)
+
+
+def _marker(request: AheadRequest) -> Path:
+    return cache_folders()["triton"] / f"attnplug-{_digest(request)}.json"
 
 
 def _digest(request: AheadRequest) -> str:
@@ -194,8 +245,12 @@ def _digest(request: AheadRequest) -> str:
     config = path / "config.json" if path.is_dir() else path
     content = request.model if request.model.startswith(TINY) or not config.is_file() else config.read_text()
     options = replace(request.options, device=None, compile_processes=None)
+    if isinstance(options, EngineOptions):  # weights of a recording are always random
+        options = replace(options, random_weights=False, ignore_eos=False)
     gpu = (request.gpu.properties["name"], *request.gpu.target)
-    versions = sorted({f"{found.name} {found.version}" for found in distributions() if _is_versioned(found.name)})
+    # Not the local version: "+cpu" and "+cu129" are builds of one torch.
+    found = ((each.name, each.version.partition("+")[0]) for each in distributions() if _is_versioned(each.name))
+    versions = sorted({f"{name} {version}" for name, version in found})
     known = repr((content, options, gpu, request.ranks, versions))
     return hashlib.sha256(known.encode()).hexdigest()[:24]
 

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attnplug import Geometry, LayerSpec
+from attnplug import Geometry, LayerSpec, Problem, Role
+from attnplug.contract.backend import AttentionBackend
+from attnplug.declare.errors import AttnplugError
+from attnplug.declare.spec import Registered
 from attnplug.host import HostLengths
+from attnplug.registry import assembly
+from attnplug.registry.kernel_builds import declared_builds
+from attnplug.registry.loading import attributed_to
 from attnplug_engine import engine
 from attnplug_engine.execution.compile_ahead import AheadReport, AheadRequest
 from attnplug_engine.execution.runner import ModelRunner
@@ -20,8 +27,15 @@ from attnplug_engine.graphs import prefill
 from attnplug_engine.kernels import invariant
 from attnplug_engine.options import EmbedOptions
 from attnplug_engine.prepare import Prepared, prepare
+from attnplug_engine.recording.backends import skip_kernels
 from attnplug_engine.recording.fake_gpu import FakeOperations, fake_gpu
-from attnplug_engine.recording.triton_kernels import CompilePool, json_lines, record_launches, redirect_stdout
+from attnplug_engine.recording.triton_kernels import (
+    CompilePool,
+    Report,
+    json_lines,
+    record_launches,
+    redirect_stdout,
+)
 from attnplug_engine.serving import start_up
 from attnplug_engine.speculation.rounds import RoundRunner
 
@@ -40,23 +54,57 @@ def main() -> None:
     torch.set_num_threads(1)
     record_launches(request.gpu.target, found)
     try:
-        start(request)
+        start(request, report)
+    except AttnplugError as error:
+        report({"stopped": str(error)[:2000]})
     except Exception as error:
         report({"stopped": f"{type(error).__name__}: {error}".partition("\n")[0][:400]})
     pool.join()
     report({"finished": len(names)})
 
 
-def start(request: AheadRequest) -> None:
-    """Start the requested engine or embedder on the fake GPU."""
+def start(request: AheadRequest, report: Report) -> None:
+    """Start the requested engine or embedder on the fake GPU. Reports its backends, and kernels that are skipped."""
+
+    def skipped(text: str) -> None:
+        report({"skipped": text})
+
+    def build_backend(*args: Any) -> AttentionBackend:
+        backend = _build_backend(*args)
+        skip_kernels(backend, skipped)
+        return backend
+
     with fake_gpu(request.gpu):
         parallel, options = _FirstRank(request.ranks), replace(request.options, device="cuda")
-        for owner, name, replacement in _REPLACED:
+        for owner, name, replacement in (
+            *_REPLACED,
+            (assembly, "build_backend", build_backend),
+            (assembly, "build_kernels", partial(_list_kernels, skipped)),
+        ):
             setattr(owner, name, replacement)
         if isinstance(options, EmbedOptions):
-            engine.Embedder(request.model, options, parallel=parallel)
+            selections = [engine.Embedder(request.model, options, parallel=parallel).selection]
         else:
-            engine.Engine(request.model, options, parallel=parallel, num_pages=request.num_pages)
+            made = engine.Engine(request.model, options, parallel=parallel, num_pages=request.num_pages)
+            selections = [made.selection, *filter(None, [made.draft_selection])]
+    for selection in selections:
+        for role, choice in selection.choices.items():
+            served_by = choice.chosen_name if choice.schedule is None else " and ".join(choice.schedule.candidates)
+            report({"role": role, "backend": served_by})
+        for left_out, refusal in selection.failed.items():
+            report({"left_out": left_out, "why": refusal.message.partition("\n")[0][:300]})
+
+
+def _list_kernels(
+    skipped: Callable[[str], None], backends: Iterable[tuple[Registered, frozenset[Role], Any]], problem: Problem
+) -> None:
+    """Report kernels that backends compile themselves and no cache has, instead of compiling and loading them."""
+    for backend, roles, options in backends:
+        for build in declared_builds(backend, problem, roles, options):
+            with attributed_to(backend, f"{build.name} failed"):
+                cached = build.is_cached()
+            if not cached:
+                skipped(f"backend {backend.spec.name}: {build.name} is not Triton's, so it is compiled at start-up")
 
 
 def _capture(run: Callable[[], None]) -> Callable[[], None]:
@@ -137,6 +185,7 @@ class _FirstRank:
 
 
 _warm_up = start_up.warm_up
+_build_backend = assembly.build_backend
 _replace: Callable[..., Any] = invariant.Replacing.__torch_dispatch__
 _REPLACED: tuple[tuple[Any, str, Any], ...] = (
     (engine, "prepare", _prepare_few_layers),

@@ -47,6 +47,9 @@ def fake_gpu(gpu: GPU) -> Iterator[None]:
 
 def _patch_cuda(gpu: GPU) -> None:
     FakeTensor.data_ptr = _address
+    # A library that takes tensors by DLPack would read the null pointer of a fake one.
+    FakeTensor.__dlpack__ = _refuse_dlpack
+    FakeTensor.__dlpack_c_exchange_api__ = None
     properties = SimpleNamespace(**gpu.properties)
     results: Mapping[str, Any] = {
         "is_available": False,  # otherwise torch would open the device
@@ -75,6 +78,10 @@ def _patch_cuda(gpu: GPU) -> None:
 def _address(tensor: Tensor) -> int:
     """Return a tensor's offset in its memory. Triton has a variant of a kernel for addresses at multiples of 16."""
     return int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _refuse_dlpack(*_args: object, **_named: object) -> Any:
+    raise BufferError("a fake tensor has no memory")
 
 
 def _returning(value: Any) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from triton import knobs
@@ -60,7 +61,7 @@ class CompilePool:
         try:
             compile_kernel()
         except Exception as error:
-            self._report({"name": name, "error": f"{type(error).__name__}: {error}"})
+            self._report({"name": name, "error": f"{type(error).__name__}: {error}"[:1000]})
             return
         self._report({"name": name, "seconds": time.perf_counter() - started, "cached": all(hits)})
 
@@ -77,7 +78,7 @@ def record_launches(target: tuple[str, Any, int], found: Callable[[str, Callable
     ) -> _NotLaunched:
         kernels, _, own_target, *_ = self.device_caches[device]
         source = self.ASTSource(self, signature, constants, attrs)
-        found(self._fn_name, lambda: self.compile(source, target=own_target, options=options.__dict__))
+        found(self._fn_name, partial(self.compile, source, target=own_target, options=options.__dict__))
         kernels[key] = _NotLaunched()
         return kernels[key]  # type: ignore[no-any-return] # a dictionary of Triton's
 

@@ -16,7 +16,8 @@ from attnplug_engine.speculation.statistics import RoundStatistics
 class StartUp:
     """Duration of an engine's start-up in seconds, and the kernels that it compiled or loaded from disk caches.
 
-    ``not_ahead`` is the reason why some kernels were not compiled in parallel; None if all were, or none had to be.
+    ``not_ahead`` is the reason why some kernels may not have been compiled in parallel; None if all were, or none had
+    to be.
     """
 
     seconds: float
@@ -27,7 +28,7 @@ class StartUp:
         """Return lines about what was compiled; none if everything came from disk caches."""
         found = [describe(self.compiled)]
         if self.not_ahead is not None:
-            found.append(f"some kernels were compiled one after the other: {self.not_ahead}")
+            found.append(f"some kernels may have been compiled one after the other: {self.not_ahead}")
         return [line for line in found if line is not None]
 
 
