@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from attnplug.declare.problem import INVARIANCE
-from attnplug_conformance.diagnosis import CheckFailure
+from attnplug_conformance.failure import CheckFailure
 from attnplug_conformance.invariant_case import from_text
 from attnplug_conformance.runner import Result, Status, run_check
 from attnplug_conformance.subject import Subject

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnplug_conformance.catalog import all_checks
-from attnplug_conformance.diagnosis import CheckFailure
+from attnplug_conformance.failure import CheckFailure
 from attnplug_conformance.runner import Status, run_check, run_checks
 from kit_subjects import CHECKS, subject, text
 from mutants import MUTANTS, PREPARED, SEEDS, SEEDS_OF_SMALL_CASES, Mutant

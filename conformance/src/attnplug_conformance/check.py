@@ -8,7 +8,8 @@ from typing import Any
 
 from attnplug.declare.version import parse_contract
 from attnplug_conformance.case import Case
-from attnplug_conformance.diagnosis import CheckFailure, check_output
+from attnplug_conformance.diagnosis import check_output
+from attnplug_conformance.failure import CheckFailure
 from attnplug_conformance.scene import Output, Scene
 from attnplug_conformance.subject import Subject
 

@@ -14,30 +14,13 @@ from torch import Tensor
 from attnplug.contract.batch import describe_result
 from attnplug_conformance.arithmetic import changed_inputs, relative_error
 from attnplug_conformance.case import FIRST, LAYER
+from attnplug_conformance.failure import CheckFailure
 from attnplug_conformance.scene import POISONED, SCRATCH_BYTES, Output, Scene
 from attnplug_conformance.subject import Subject
 
 BLOCKS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 
 UNUSUAL_SEED, UNUSUAL_THREADS = 20_611, 3
-
-
-class CheckFailure(Exception):
-    """A backend does not meet a requirement. The message is the diagnosis."""
-
-    case = ""
-    """Description of the failing case, if it is not the check's own."""
-    repeat = ""
-    """Further arguments of the command that repeats it."""
-
-
-@contextmanager
-def failure_prefix(condition: str) -> Iterator[None]:
-    """Prefix failures raised inside with the condition under which they occurred."""
-    try:
-        yield
-    except CheckFailure as failure:
-        raise CheckFailure(f"{condition}: {failure}") from None
 
 
 def explain_changes() -> str:

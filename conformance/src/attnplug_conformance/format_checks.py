@@ -18,7 +18,7 @@ from attnplug.kernels import PageCopy, RowFormat, RowPool
 from attnplug.kv.buffer import PagedBuffer
 from attnplug.kv.layout import LayoutName
 from attnplug_conformance.arithmetic import as_bytes
-from attnplug_conformance.diagnosis import CheckFailure
+from attnplug_conformance.failure import CheckFailure
 from attnplug_conformance.stored_rows import StoredRows
 
 _PAGES = 6

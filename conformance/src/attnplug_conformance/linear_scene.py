@@ -18,7 +18,8 @@ from attnplug.kernels import torch_dtype
 from attnplug.linear import LinearInputs, LinearStatePool
 from attnplug_conformance.arithmetic import NAN, as_bytes, pad_rows, relative_error, tolerance, uninitialized_as_nan
 from attnplug_conformance.case import FIRST, LAST, LAYER, Case
-from attnplug_conformance.diagnosis import CheckFailure, check_tensor
+from attnplug_conformance.diagnosis import check_tensor
+from attnplug_conformance.failure import CheckFailure
 from attnplug_conformance.reference import convolution, recurrence
 from attnplug_conformance.subject import Subject
 

@@ -23,7 +23,8 @@ from attnplug.machine.runtime import runtime_of
 from attnplug_conformance.arithmetic import watching
 from attnplug_conformance.case import Case
 from attnplug_conformance.check import Check, CheckContext, Measured
-from attnplug_conformance.diagnosis import CheckFailure, explain_changes
+from attnplug_conformance.diagnosis import explain_changes
+from attnplug_conformance.failure import CheckFailure
 from attnplug_conformance.scene import NotATensor
 from attnplug_conformance.stored_rows import coded_formats
 from attnplug_conformance.subject import NotBuilt, Subject, Unclaimed

@@ -46,6 +46,7 @@ from attnplug.registry.assembly import build_backend
 from attnplug.registry.registry import load_registry
 from attnplug.sparse import Coordinator
 from attnplug_conformance.case import Case
+from attnplug_conformance.format_checks import check_format
 from attnplug_conformance.stored_rows import format_of, only_coded
 
 PAGES = (16, 32, 64, 128, 256, 8, 1)
@@ -75,8 +76,6 @@ class NotBuilt(Exception):
 
 @cache
 def _conforms(format: KVFormat, device: torch.device) -> bool:
-    from attnplug_conformance.format_checks import check_format  # which imports this module
-
     try:
         return format.name in BUILT_IN or not any(result.message for result in check_format(format, device))
     except PluginError:

@@ -12,7 +12,7 @@ import pytest
 
 from attnplug import ForwardMode
 from attnplug.host import MLADims
-from attnplug_conformance.diagnosis import CheckFailure
+from attnplug_conformance.failure import CheckFailure
 from attnplug_testing.devices import INTERPRETED
 from attnplug_testing.gluon_interpreter import GluonError, interpreted, mutant
 from attnplug_testing.kernel_scene import KernelCase, mla

@@ -15,14 +15,13 @@ from attnplug_conformance.arithmetic import NAN, relative_error
 from attnplug_conformance.case import FIRST, LAYER, Case, always
 from attnplug_conformance.check import Check, CheckContext
 from attnplug_conformance.diagnosis import (
-    CheckFailure,
     check_inputs_unchanged,
     check_output,
     check_padding,
     check_result,
     check_settings_unchanged,
-    failure_prefix,
 )
+from attnplug_conformance.failure import CheckFailure, failure_prefix
 from attnplug_conformance.scene import NotATensor, Output, Scene
 from attnplug_conformance.stored_rows import coded_formats
 

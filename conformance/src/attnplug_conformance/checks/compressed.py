@@ -24,7 +24,8 @@ from attnplug_conformance.arithmetic import NAN, pad_rows, poison, relative_erro
 from attnplug_conformance.case import LAYER, Case
 from attnplug_conformance.check import Check, CheckContext, Measured
 from attnplug_conformance.checks.sparse import DECODE, EXTEND
-from attnplug_conformance.diagnosis import CheckFailure, check_padding, check_result
+from attnplug_conformance.diagnosis import check_padding, check_result
+from attnplug_conformance.failure import CheckFailure
 from attnplug_conformance.reference import Rules, attention, entry
 from attnplug_conformance.scene import Scene
 from attnplug_sparse.pools import COMPRESSED, CompressedPool

@@ -15,7 +15,7 @@ from attnplug.registry.kernel_builds import declared_builds
 from attnplug.registry.loading import BuildError
 from attnplug_conformance.case import Case
 from attnplug_conformance.check import Check, CheckContext
-from attnplug_conformance.diagnosis import CheckFailure
+from attnplug_conformance.failure import CheckFailure
 from attnplug_conformance.subject import Subject, Unclaimed
 
 _PROGRAM = """

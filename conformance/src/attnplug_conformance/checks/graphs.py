@@ -22,7 +22,8 @@ from attnplug_conformance.arithmetic import NAN, as_bytes, poison, relative_erro
 from attnplug_conformance.case import LAYER, Case, Shape
 from attnplug_conformance.check import Check, CheckContext, Measured, expect_error
 from attnplug_conformance.checks.accuracy import FEATURES
-from attnplug_conformance.diagnosis import CheckFailure, check_padding, check_result, explain
+from attnplug_conformance.diagnosis import check_padding, check_result, explain
+from attnplug_conformance.failure import CheckFailure
 from attnplug_conformance.reference import tree_bits
 from attnplug_conformance.scene import Scene
 from attnplug_conformance.subject import Subject

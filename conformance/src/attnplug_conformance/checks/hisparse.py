@@ -14,7 +14,7 @@ from attnplug.kv.buffer import part_views
 from attnplug_conformance.check import Check, CheckContext
 from attnplug_conformance.checks.cache import check_written
 from attnplug_conformance.checks.sparse import DECODE, EXTEND, VERIFY, SparseScene, check_sparse, sparse_case
-from attnplug_conformance.diagnosis import failure_prefix
+from attnplug_conformance.failure import failure_prefix
 from attnplug_conformance.stored_rows import coded_formats
 from attnplug_sparse.hisparse import HOST_ROWS, HiSparse, HostRows, HotPool, HotSizes
 from attnplug_sparse.pools import INDEX_KEYS

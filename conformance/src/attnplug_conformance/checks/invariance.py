@@ -24,7 +24,7 @@ from attnplug_conformance.case import Case
 from attnplug_conformance.check import Check, CheckContext
 from attnplug_conformance.checks.accuracy import FEATURES
 from attnplug_conformance.checks.sparse import INDEX
-from attnplug_conformance.diagnosis import CheckFailure
+from attnplug_conformance.failure import CheckFailure
 from attnplug_conformance.invariant_case import PASSES, Comparison, Step, from_text, to_text
 from attnplug_conformance.invariant_run import Results, StepRunner, make_runner
 from attnplug_conformance.random_case import UNIFORM, Lengths

@@ -16,7 +16,8 @@ from attnplug_conformance.arithmetic import NAN, relative_error
 from attnplug_conformance.case import FIRST, LAYER, Case, Shape, always
 from attnplug_conformance.check import Check, CheckContext, Measured, expect_error
 from attnplug_conformance.checks.graphs import requires_graphs
-from attnplug_conformance.diagnosis import CheckFailure, check_settings_unchanged, failure_prefix
+from attnplug_conformance.diagnosis import check_settings_unchanged
+from attnplug_conformance.failure import CheckFailure, failure_prefix
 from attnplug_conformance.linear_scene import PAGE, LinearScene, tokens_of
 from attnplug_conformance.subject import Subject
 

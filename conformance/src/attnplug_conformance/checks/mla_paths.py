@@ -17,7 +17,8 @@ from attnplug_conformance.arithmetic import NAN, pad_rows, relative_error, unini
 from attnplug_conformance.case import Case, always
 from attnplug_conformance.check import Check, CheckContext, Measured
 from attnplug_conformance.checks.plans import PassThrough
-from attnplug_conformance.diagnosis import CheckFailure, check_inputs_unchanged, check_tensor, failure_prefix
+from attnplug_conformance.diagnosis import check_inputs_unchanged, check_tensor
+from attnplug_conformance.failure import CheckFailure, failure_prefix
 from attnplug_conformance.reference import Rules, attention
 from attnplug_conformance.scene import Scene
 from attnplug_conformance.stored_rows import only_coded

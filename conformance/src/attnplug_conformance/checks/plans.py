@@ -19,7 +19,7 @@ from attnplug.machine.runtime import runtime_of
 from attnplug_conformance.arithmetic import poison, relative_error
 from attnplug_conformance.case import LAYER, Case, always
 from attnplug_conformance.check import Check, CheckContext, expect_error
-from attnplug_conformance.diagnosis import CheckFailure, failure_prefix
+from attnplug_conformance.failure import CheckFailure, failure_prefix
 from attnplug_conformance.scene import NotATensor, Output, Scene
 from attnplug_conformance.subject import Subject
 

@@ -25,8 +25,9 @@ from attnplug_conformance.checks.graphs import Capture, check_replayed
 from attnplug_conformance.checks.linear import check_accurate, check_two_steps, check_verify
 from attnplug_conformance.checks.mla_paths import check_path
 from attnplug_conformance.checks.sparse import SparseScene, check_sparse
-from attnplug_conformance.diagnosis import CheckFailure, check_result, failure_prefix
+from attnplug_conformance.diagnosis import check_result
 from attnplug_conformance.draw import draw
+from attnplug_conformance.failure import CheckFailure, failure_prefix
 from attnplug_conformance.random_case import Drawn, Way, fit, from_text, to_text
 from attnplug_conformance.reference import tree_bits
 from attnplug_conformance.runner import location

@@ -16,7 +16,8 @@ from attnplug_conformance.arithmetic import NAN, as_bytes, pad_rows, poison, rel
 from attnplug_conformance.case import LAYER, Case
 from attnplug_conformance.check import Check, CheckContext, Measured
 from attnplug_conformance.checks.graphs import Capture, others, requires_graphs
-from attnplug_conformance.diagnosis import CheckFailure, check_padding, check_result, failure_prefix
+from attnplug_conformance.diagnosis import check_padding, check_result
+from attnplug_conformance.failure import CheckFailure, failure_prefix
 from attnplug_conformance.reference import Rules, ancestors, attention
 from attnplug_conformance.scene import Scene
 from attnplug_conformance.stored_rows import StoredRows, coded_formats, format_of
