@@ -49,7 +49,7 @@ def warm(parsed: argparse.Namespace, options: EngineOptions) -> int:
         if parsed.json:
             output.write_json({"device": device.type, "compiled": [], "loaded": 0, "caches": {}})
         else:
-            print(f"{text}; run this on a machine with a GPU")
+            print(f"{text}; run this on a machine with a GPU, or describe one by --gpu FILE")
         return 0
     parallel = join_ranks(parsed.tensor_parallel, parsed.device)
     start_up = _start(parsed, options, parallel, _console(parallel)).start_up
