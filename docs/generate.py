@@ -33,10 +33,13 @@ from measurements import (
     decode_steps,
     decode_times,
     engine_rates,
+    first_tokens,
     hosts,
     kv_formats,
+    loads,
     prefill_rates,
     short_prefills,
+    times_to_first_token,
 )
 
 from attnplug.cli.backends import describe
@@ -222,6 +225,9 @@ TABLES = {
     "engine rates": engine_rates,
     "decode steps": decode_steps,
     "prefill rates": prefill_rates,
+    "first tokens": first_tokens,
+    "times to first token": times_to_first_token,
+    "loads": loads,
     "short prefills": short_prefills,
     "arrivals": arrivals,
     "hosts": hosts,

@@ -15,7 +15,8 @@ from attnplug_tune.charts import COLORS, as_svg, spec_of
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 sys.path.append(str(RESULTS.parent))
 
-from decode_report import engine_table, prefill_table, rates_table, steps_table  # noqa: E402 # a benchmark's own tables
+from decode_models import TFLOPS  # noqa: E402 # the benchmarks' own constants and tables
+from decode_report import engine_table, prefill_table, rates_table, steps_table  # noqa: E402
 
 MLA_CASES = [
     *((16, *case) for case in ((1, 1024), (1, 16384), (16, 4096), (128, 8192))),
@@ -223,6 +224,47 @@ def arrivals() -> str:
     return "\n".join(lines)
 
 
+def first_tokens() -> str:
+    """TTFT of one prompt in ms and requests/s at saturation, one row per model."""
+    rows = ["| model | 512 tokens | 2048 | 8184 | 32000 | requests/s |", "|---" * 6 + "|"]
+    for model, found in _read("arrivals_h200")["models"].items():
+        single = [point for point in _first_tokens(found) if point[0]["prompts"] == 1]
+        cells = [_beside(*(_ms(side["median_ms"]) for side in point)) for point in single]
+        rates = _beside(*(f"{found[side]['saturation']['requests_per_s']:.0f}" for side in _sides(found)))
+        rows.append(f"| `{model}` | {' | '.join(cells)} | {rates} |")
+    return "\n".join(rows)
+
+
+def times_to_first_token() -> str:
+    """TTFT in ms and prefill rates, as shares of a plain product's."""
+    share = f"of {TFLOPS} TFLOP/s (vLLM)"
+    rows = [f"| model, prompts | ours | vLLM | vLLM / ours | first / tenth request | {share} |", "|---" * 6 + "|"]
+    for model, found in _read("arrivals_h200")["models"].items():
+        for ours, *vllm in _first_tokens(found):
+            other = [f"{side['median_ms']:.1f} | {side['median_ms'] / ours['median_ms']:.2f}" for side in vllm]
+            shares = [f"{side['tflops'] / TFLOPS * 100:.0f} %" for side in (ours, *vllm) if "tflops" in side]
+            cells = f"{ours['median_ms']:.1f} | {other[0] if other else ' | '}"
+            rate = f"{ours['first_ms'] / ours['tenth_ms']:.2f} | {_beside(*shares)}"
+            rows.append(f"| {model}, {ours['prompts']} × {ours['tokens']} | {cells} | {rate} |")
+    return "\n".join(rows)
+
+
+def loads() -> str:
+    """Requests/s, TTFT and inter-token latency at saturation and with Poisson arrivals."""
+    rows = [
+        "| model, load | requests/s | TTFT p50 (ms) | TTFT p99 | inter-token p50 | inter-token p99 |",
+        "|---" * 6 + "|",
+    ]
+    for model, found in _read("arrivals_h200")["models"].items():
+        for load in ("all at once", *found["ours"]["loads"]):
+            points = [found[side]["loads"].get(load, found[side]["saturation"]) for side in _sides(found)]
+            cells = [_beside(*(f"{point['requests_per_s']:.1f}" for point in points))]
+            for what, digits in (("ttft_ms", 0), ("inter_token_ms", 1)):
+                cells += [_beside(*(f"{point[what][q]:.{digits}f}" for point in points)) for q in ("p50", "p99")]
+            rows.append(f"| {model}, {load} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 def cpu_rates() -> str:
     """Tokens/s on a CPU, for our engine and vLLM."""
     lines = ["| requests | prefill | vLLM | ratio | decode | vLLM | ratio |", "|---|---|---|---|---|---|---|"]
@@ -237,6 +279,25 @@ def cpu_rates() -> str:
 
 def _read(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def _sides(found: Mapping[str, Any]) -> list[str]:
+    """Return the engines that ran a model, ours first."""
+    return [side for side in ("ours", "vllm") if side in found]
+
+
+def _first_tokens(found: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """Return the TTFT points of a model: ours, and vLLM's where it ran."""
+    return list(zip(*(found[side]["ttft"] for side in _sides(found)), strict=True))
+
+
+def _ms(time: float) -> str:
+    return f"{time:.0f}" if time >= 100 else f"{time:.1f}"
+
+
+def _beside(ours: str = "", *vllm: str) -> str:
+    """Format our value, with vLLM's in parentheses."""
+    return ours + "".join(f" ({value})" for value in vllm)
 
 
 def _added(cases: Iterable[dict[str, Any]], mode: str, side: str | None) -> str:
