@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from decode_points import DeviceLock
 from engine_invariance_h200 import Scale, costs, write
 from gpu_report import Report
 from invariance_h200 import PAGE, Bench, Shape
@@ -109,7 +110,8 @@ def measure(report: Report, *, smoke: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = {}
         for name, config in MODELS.items():
-            points = costs(write(Path(folder) / name, smaller(config) if smoke else config), scale)["points"]
+            checkpoint = write(Path(folder) / name, smaller(config) if smoke else config)
+            points = costs(checkpoint, scale, DeviceLock(None))["points"]
             found[name] = [
                 with_ratio({key: value for key, value in point.items() if key != "speed"}) for point in points
             ]
