@@ -75,6 +75,13 @@ def test_vllm_prefills_mla_itself():
     assert fit(Problem(model(MHA))).roles() == (Role.PREFILL, Role.DECODE)
 
 
+def test_sparse_models_are_refused_on_a_cpu_as_by_vllm():
+    sparse = model(replace(MLA, indexer=IndexerDims(4, 64, 64)))
+    (reason,) = refuse(fit(Problem(sparse, device="cpu")))
+    assert (reason.code, reason.value, reason.allowed) == (RefusalCode.FEATURE, "cpu", "cuda")
+    assert not list(refuse(fit(Problem(sparse, device="cuda", sm=90))))
+
+
 def test_graphs_are_wanted_on_a_gpu():
     assert [fit(Problem(model(MHA), device=device)).wants_graphs for device in ("cpu", "cuda")] == [False, True]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnplug_vllm import host, selection
 from attnplug_vllm.host import index_is_ours
-from vllm_stage import Metadata, config, metadata
+from vllm_stage import Metadata, config, metadata, run_sparse_layers_on_cpu
 from vllm_stand_in import Host, Op, SparseAttnIndexer, Support, vllm
 
 HEADS, BLOCK, TOPK, SCALE, RANK, ROPE = 4, 16, 8, 0.2, 32, 16
@@ -32,6 +32,7 @@ def loaded() -> Iterator[SimpleNamespace]:
 def ours(loaded: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The bridge on a GPU where vLLM's index does not run, with the reference backend on a CPU."""
     selection.forget()
+    run_sparse_layers_on_cpu(monkeypatch)
     monkeypatch.setattr(
         Host, "config", config({"attnplug": {"backend": "torch_sparse"}}, compilation_config__static_forward_context={})
     )

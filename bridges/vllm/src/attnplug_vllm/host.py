@@ -141,6 +141,8 @@ def refuse(problem: Problem) -> Iterator[Refusal]:
             RefusalCode.KIND,
             f"all layers are linear ({', '.join(kinds)}), and vLLM runs those itself: use another --attention-backend",
         )
+    if model is not None and model.is_sparse and problem.device == "cpu":
+        yield Refusal(RefusalCode.FEATURE, "vLLM's CPU platform refuses sparse MLA", str(problem.device), "cuda")
     if model is not None and model.is_sparse and problem.sm is not None:
         yield from _refused_index(problem, problem.sm)
     if model is not None and model.compressed_layers:
