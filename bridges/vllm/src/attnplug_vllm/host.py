@@ -232,6 +232,16 @@ def refused_sharding(
     )
 
 
+def refused_sparse(context_ranks: int, hisparse: object) -> list[Refusal]:
+    """Refusals of features of vLLM with sparse MLA. ``hisparse``: its ``hisparse_config``, or None."""
+    return unsupported_features(
+        {
+            f"{Feature.DCP} with sparse MLA": context_ranks > 1,
+            "HiSparse (--attention-config.hisparse_config)": hisparse is not None,
+        }
+    )
+
+
 def refused_mla_prefill(theirs: str | None, context_ranks: int) -> Iterator[Refusal]:
     """Refusals of an attnplug backend that is named for MLA prefill. ``theirs``: vLLM's own one, if it is named too."""
     if context_ranks > 1:
