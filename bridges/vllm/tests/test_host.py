@@ -192,3 +192,12 @@ def test_latent_rows_have_no_format_of_a_plugin() -> None:
     """E2: vLLM writes and gathers them itself."""
     (reason,) = refuse(Problem(model(MLA), kv_dtype="fp8_per_token_head"))
     assert (reason.code, reason.value, reason.setting) == ("kv_dtype", "fp8_per_token_head", "kv_dtype")
+
+
+@pytest.mark.parametrize("sm", [80, 89, 120])
+def test_sparse_models_need_attnplug_sparse_where_vllms_index_does_not_run(monkeypatch, sm):
+    problem = sparse_problem(monkeypatch, sm, "0.26.0", dtype=DType.FLOAT16)
+    assert not list(refuse(problem))
+    monkeypatch.setattr("attnplug_vllm.host.find_spec", lambda name: None)
+    (reason,) = refuse(problem)
+    assert reason.code is RefusalCode.SM and "attnplug-sparse" in reason.format(render)

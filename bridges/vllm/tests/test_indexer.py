@@ -218,6 +218,12 @@ def test_our_index_runs_where_vllms_does_not_and_can_be_replaced(sm, version, ex
     assert index_is_ours(sm, version) is expected
 
 
+def test_without_attnplug_sparse_vllms_index_stays(monkeypatch):
+    """vLLM would not start: our layer imports that package, and this one does not require it."""
+    monkeypatch.setattr(host, "find_spec", lambda name: None)
+    assert not index_is_ours(80, "0.26.0") and not index_is_ours(120, "0.26.0")
+
+
 def test_our_layer_is_registered_on_such_gpus_alone(ours, monkeypatch):
     """Registered more than once, as vLLM does it."""
     from attnplug_vllm import backends, register

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
+from importlib.util import find_spec
 
 from attnplug import (
     AttentionKind,
@@ -81,8 +82,13 @@ def render(key: str) -> str | None:
 def index_is_ours(sm: int | None, version: str | None) -> bool:
     """Return True if our index selects the rows of sparse MLA, because vLLM's does not run on this GPU.
 
-    vLLM's runs on DeepGEMM: SM 90 and SM 100, and in versions in which it cannot be replaced also SM 120.
+    vLLM's runs on DeepGEMM: SM 90 and SM 100, and in versions in which it cannot be replaced also SM 120. Ours is in
+    ``attnplug-sparse``, which this package does not require.
     """
+    return _needs_ours(sm, version) and find_spec("attnplug_sparse") is not None
+
+
+def _needs_ours(sm: int | None, version: str | None) -> bool:
     return sm is not None and sm // 10 not in (9, 10) and _index_is_a_layer(version)
 
 
@@ -163,10 +169,10 @@ def _refused_index(problem: Problem, sm: int) -> Iterator[Refusal]:
     """Refusals of sparse MLA where neither vLLM's index runs nor ours."""
     version = HOST.installed()
     if not index_is_ours(sm, version):
-        if sm < 90:
+        if sm < 90 or _needs_ours(sm, version):
             message = (
-                f"vLLM's indexer, which selects the rows of sparse MLA, runs on DeepGEMM: SM 90 or newer, and this GPU "
-                f"is SM {sm}; our index can replace it in vLLM {_INDEX_LAYERS}"
+                "vLLM's indexer, which selects the rows of sparse MLA, runs on DeepGEMM, which does not support SM "
+                f"{sm}; that of attnplug-sparse can replace it in vLLM {_INDEX_LAYERS}"
             )
             yield Refusal(RefusalCode.SM, message, sm, ">= 90")
         return
