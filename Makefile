@@ -108,7 +108,7 @@ sglang-test: $(VENV)-sglang/installed
 
 # Not part of CI: it compares with whatever the package index has today.
 host-watch: $(VENV)/installed-dev
-	$(BIN)/python testing/host_watch.py $(VENV)
+	$(BIN)/python testing/host_watch.py $(VENV) vllm==$(lastword $(VLLM)) sglang==$(lastword $(SGLANG)) transformers==$(lastword $(TRANSFORMERS))
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/bind_hook.py

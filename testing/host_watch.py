@@ -1,7 +1,8 @@
 """Report which APIs of the hosts that the bridges use changed in the hosts' newest releases, from their sources.
 
-Usage: python host_watch.py FOLDER, which unpacks releases into FOLDER/HOST/VERSION and prints one page of Markdown.
-The exit status is 1 if an API was removed or changed.
+Usage: python host_watch.py FOLDER HOST==VERSION …, which unpacks releases into FOLDER/HOST/VERSION and prints one page
+of Markdown. VERSION is the newest release that the bridge's tests read; the range that a bridge supports may have newer
+ones. The exit status is 1 if an API was removed or changed.
 
 An API is a name that a bridge's sources import, or a class in a table of a bridge's ``test_signatures.py``. Of a class,
 the members that the bridge's sources mention count. Hosts are read, not imported.
@@ -184,11 +185,10 @@ def changes(host: Host, old: Path, new: Path) -> tuple[int, list[str]]:
     return len(before), lines
 
 
-def report(host: Host, folder: Path) -> tuple[str, bool]:
-    """Section of the page for a host, and True if an API changed."""
+def report(host: Host, folder: Path, known: Version) -> tuple[str, bool]:
+    """Section of the page for a host, and True if an API changed since ``known``."""
     found = {distribution: releases(distribution) for distribution in host.distributions}
     newest = max(versions[0] for versions in found.values())
-    known = max(version for versions in found.values() for version in host.supported.filter(versions))
     paths = {}
     for version in {known, newest}:
         distribution = next(name for name, versions in found.items() if version in versions)
@@ -196,15 +196,15 @@ def report(host: Host, folder: Path) -> tuple[str, bool]:
         paths[version] = folder / host.package / str(version)
     title = f"## {host.package}: newest {newest}, supported {host.supported}"
     if newest == known:
-        return f"{title}\n\nThe newest release is supported.", False
+        return f"{title}\n\nThe newest release is supported, and its sources are part of the tests.", False
     count, lines = changes(host, paths[known], paths[newest])
     summary = f"{count} APIs of {known} are used; {len(lines)} of them changed."
     return "\n\n".join([title, summary, *(["\n".join(lines)] if lines else [])]), bool(lines)
 
 
 def main() -> int:
-    folder = Path(sys.argv[1])
-    sections = [report(host, folder) for host in HOSTS]
+    folder, known = Path(sys.argv[1]), dict(argument.split("==") for argument in sys.argv[2:])
+    sections = [report(host, folder, Version(known[host.package])) for host in HOSTS]
     sys.stdout.write("# Hosts\n\n" + "\n\n".join(text for text, _ in sections) + "\n")
     return int(any(changed for _, changed in sections))
 

@@ -63,6 +63,26 @@ def test_apis_that_a_bridge_uses_are_compared(watch, tmp_path, monkeypatch):
     assert watch.changes(host, old, old) == (count, [])
 
 
+def test_a_release_within_the_supported_range_is_compared_too(watch, tmp_path, monkeypatch):
+    """A patch release that no test has read."""
+    bridge = tmp_path / "bridges" / "acme"
+    (bridge / "src").mkdir(parents=True)
+    (bridge / "tests").mkdir()
+    (bridge / "src" / "host.py").write_text('from acme.backends import function\nHOST = HostSpec(versions=">=1,<2")\n')
+    (bridge / "tests" / "test_signatures.py").write_text("")
+    monkeypatch.setattr(watch, "ROOT", tmp_path)
+    monkeypatch.setattr(watch, "releases", lambda name: [watch.Version("1.0.1"), watch.Version("1.0")])
+    unpacked: list[str] = []
+    monkeypatch.setattr(watch, "unpack", lambda folder, *given: unpacked.extend(given))
+    version(tmp_path / "acme" / "1.0", OLD, "class Base: ...\n")
+    version(tmp_path / "acme" / "1.0.1", NEW, "class Base: ...\n")
+    host = watch.Host("acme", ("acme",))
+    text, changed = watch.report(host, tmp_path, watch.Version("1.0"))
+    assert changed and "- removed: `acme.backends.function`" in text
+    assert sorted(unpacked) == ["acme:acme==1.0", "acme:acme==1.0.1"]
+    assert not watch.report(host, tmp_path, watch.Version("1.0.1"))[1]
+
+
 @pytest.mark.parametrize("package", ["vllm", "sglang", "transformers"])
 def test_every_bridge_uses_apis_of_its_host(watch, package):
     (host,) = (each for each in watch.HOSTS if each.package == package)

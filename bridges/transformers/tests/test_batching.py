@@ -102,3 +102,9 @@ def test_a_cap_is_served_though_transformers_own_implementations_leave_it_out():
     options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = [made.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in prompts()]
     assert batched("gemma2", NATIVE) == expected
+
+
+def test_a_model_for_which_transformers_allocates_other_rows_is_refused():
+    """transformers fails itself, with its own implementations: rows of MLA layers have another size than head_dim."""
+    for printed in batched("deepseek_v3", NATIVE):
+        assert "layer 0 has keys and values of 24 and 16" in printed and "use generate()" in printed

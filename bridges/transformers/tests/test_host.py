@@ -8,7 +8,7 @@ import pytest
 
 from attnplug import DType, GraphLevel, Problem, RefusalCode, Role
 from attnplug.host import BackendRequest
-from attnplug.sparse import IndexerDims
+from attnplug.sparse import CompressedDims, IndexerDims
 from attnplug_testing.measured import measured_twins
 from attnplug_testing.specs import GDN, MHA, MLA, model
 from attnplug_transformers import pages
@@ -43,6 +43,13 @@ def test_keys_and_values_have_the_models_type():
 def test_what_the_bridge_cannot_carry_is_refused(problem, code, value):
     (reason,) = refuse(problem)
     assert (reason.code, reason.value) == (code, value)
+
+
+def test_compressed_entries_are_refused():
+    """They cannot be described as MHA; such a model's configuration can still be explained."""
+    entries = replace(MLA, sliding_window=64, compressed=CompressedDims(4))
+    problem = fit(Problem(model(MHA, entries)))
+    assert [reason.value for reason in refuse(problem)] == ["compressed"]
 
 
 def test_auto_takes_the_backend_that_was_measured_the_fastest(monkeypatch, tmp_path):

@@ -131,6 +131,21 @@ def test_a_prefill_builds_the_attention_of_decode_steps(name):
     assert not noted().is_registering and len(noted()._places) > before
 
 
+def test_layers_that_share_a_cache_get_the_tokens_of_eager():
+    """The last two layers of Gemma 3n read the caches of the first two."""
+    prompts, options = padded([30, 7]), {"max_new_tokens": 6}
+    found = generated("gemma3n", NATIVE, prompts, **options, cache_implementation="static", disable_compile=True)
+    assert torch.equal(found, generated("gemma3n", "eager", prompts, **options))
+
+
+def test_a_layer_that_shares_the_cache_of_another_kind_of_layer_is_refused():
+    caches, rows = StaticCaches(BackendRequest("torch_native")), torch.zeros(1, 1, 8, 16)
+    layers = [layer_of(rows, rows, rows, None, None, cap, False) for cap in (None, 5.0)]
+    caches.register(0, rows, rows, layers[0])
+    with pytest.raises(BridgeError, check=naming("layer 1 shares the cache")):
+        caches.register(1, rows, rows, layers[1])
+
+
 def test_caches_of_two_conversations_are_told_apart():
     """Both are filled before either decodes."""
     made, results = model("llama"), {}

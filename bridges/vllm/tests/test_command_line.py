@@ -174,6 +174,20 @@ def test_what_ranks_with_shared_rows_lack_is_refused(tmp_path, model, given, nam
 
 
 @pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["-tp", "2", "-dcp", "2"], "--decode-context-parallel-size"),
+        (["--attention-config", '{"hisparse_config": {"size": 4096}}'], "--attention-config.hisparse_config"),
+        (["-ac.hisparse_config.size", "4096"], "--attention-config.hisparse_config"),
+    ],
+)
+def test_what_sparse_mla_lacks_is_refused(tmp_path, given, named):
+    (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIGS["deepseek_v32"]))
+    with pytest.raises(UsageError, check=naming(named)):
+        check(str(tmp_path), "--attention-backend", "CUSTOM", *given)
+
+
+@pytest.mark.parametrize(
     "given",
     [
         ["-dcp", "1"],

@@ -75,6 +75,13 @@ def test_vllm_prefills_mla_itself():
     assert fit(Problem(model(MHA))).roles() == (Role.PREFILL, Role.DECODE)
 
 
+def test_sparse_models_are_refused_on_a_cpu_as_by_vllm():
+    sparse = model(replace(MLA, indexer=IndexerDims(4, 64, 64)))
+    (reason,) = refuse(fit(Problem(sparse, device="cpu")))
+    assert (reason.code, reason.value, reason.allowed) == (RefusalCode.FEATURE, "cpu", "cuda")
+    assert not list(refuse(fit(Problem(sparse, device="cuda", sm=90))))
+
+
 def test_graphs_are_wanted_on_a_gpu():
     assert [fit(Problem(model(MHA), device=device)).wants_graphs for device in ("cpu", "cuda")] == [False, True]
 
@@ -185,3 +192,12 @@ def test_latent_rows_have_no_format_of_a_plugin() -> None:
     """E2: vLLM writes and gathers them itself."""
     (reason,) = refuse(Problem(model(MLA), kv_dtype="fp8_per_token_head"))
     assert (reason.code, reason.value, reason.setting) == ("kv_dtype", "fp8_per_token_head", "kv_dtype")
+
+
+@pytest.mark.parametrize("sm", [80, 89, 120])
+def test_sparse_models_need_attnplug_sparse_where_vllms_index_does_not_run(monkeypatch, sm):
+    problem = sparse_problem(monkeypatch, sm, "0.26.0", dtype=DType.FLOAT16)
+    assert not list(refuse(problem))
+    monkeypatch.setattr("attnplug_vllm.host.find_spec", lambda name: None)
+    (reason,) = refuse(problem)
+    assert reason.code is RefusalCode.SM and "attnplug-sparse" in reason.format(render)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnplug_vllm import host, selection
 from attnplug_vllm.host import index_is_ours
-from vllm_stage import Metadata, config, metadata
+from vllm_stage import Metadata, config, metadata, run_sparse_layers_on_cpu
 from vllm_stand_in import Host, Op, SparseAttnIndexer, Support, vllm
 
 HEADS, BLOCK, TOPK, SCALE, RANK, ROPE = 4, 16, 8, 0.2, 32, 16
@@ -32,6 +32,7 @@ def loaded() -> Iterator[SimpleNamespace]:
 def ours(loaded: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The bridge on a GPU where vLLM's index does not run, with the reference backend on a CPU."""
     selection.forget()
+    run_sparse_layers_on_cpu(monkeypatch)
     monkeypatch.setattr(
         Host, "config", config({"attnplug": {"backend": "torch_sparse"}}, compilation_config__static_forward_context={})
     )
@@ -215,6 +216,12 @@ def test_a_layer_that_another_package_has_replaced_is_left_alone(ours):
 )
 def test_our_index_runs_where_vllms_does_not_and_can_be_replaced(sm, version, expected):
     assert index_is_ours(sm, version) is expected
+
+
+def test_without_attnplug_sparse_vllms_index_stays(monkeypatch):
+    """vLLM would not start: our layer imports that package, and this one does not require it."""
+    monkeypatch.setattr(host, "find_spec", lambda name: None)
+    assert not index_is_ours(80, "0.26.0") and not index_is_ours(120, "0.26.0")
 
 
 def test_our_layer_is_registered_on_such_gpus_alone(ours, monkeypatch):

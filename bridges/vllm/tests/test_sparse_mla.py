@@ -15,7 +15,7 @@ from attnplug.host import KVPools, ModelAttention, load_registry
 from attnplug_vllm import selection
 from attnplug_vllm.selection import Refused
 from vllm_recorders import MLARecorder
-from vllm_stage import Metadata, config, metadata
+from vllm_stage import Metadata, config, metadata, run_sparse_layers_on_cpu
 from vllm_stand_in import Host, Support, vllm
 
 HEADS, BLOCK, TOPK, SCALE = 4, 16, 8, 0.2
@@ -33,6 +33,7 @@ def loaded() -> Iterator[SimpleNamespace]:
 @pytest.fixture
 def ours(loaded: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Any:
     selection.forget()
+    run_sparse_layers_on_cpu(monkeypatch)
     monkeypatch.setattr(Host, "config", config(SECTION, compilation_config__static_forward_context={}))
     text = {"model_type": "deepseek_v32", "index_n_heads": 2, "index_head_dim": 16, "index_topk": TOPK}
     Host.config.model_config.hf_text_config = SimpleNamespace(**text)

@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from attnplug.host import SelectionError
+from attnplug_vllm import selection
+from attnplug_vllm.host import HOST, refuse
 
 NULL_BLOCK = 0
 
@@ -55,6 +58,12 @@ def config(additional: Mapping[str, Any] | None = None, **changes: Any) -> Simpl
             here = getattr(here, part)
         setattr(here, last, value)
     return found
+
+
+def run_sparse_layers_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the refusal of sparse models on a CPU. Classes are driven directly, without vLLM's CPU platform."""
+    found = replace(HOST, refuse=lambda problem: refuse(replace(problem, device=None)))
+    monkeypatch.setattr(selection, "HOST", found)
 
 
 @dataclass

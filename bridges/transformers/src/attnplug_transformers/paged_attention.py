@@ -132,6 +132,13 @@ class PagedBatches:
         group.layers = {index: replace(layer, layer_id=index) for index in blocks.layers}
         tensors = blocks.tensors(cache)
         pairs = list(tensors.values())
+        widths = tuple(rows.shape[-1] for rows in pairs[0])
+        if widths != (layer.head_dim, layer.v_head_dim):
+            raise BridgeError(
+                f"layer {blocks.layers[0]} has keys and values of {layer.head_dim} and {layer.v_head_dim} each, but "
+                f"transformers' continuous batching allocates {widths[0]} and {widths[1]}: it does not support this "
+                "model; use generate()"
+            )
         rows, dense = pairs[0][0].shape[0] * blocks.page_size, all(t.is_contiguous() for pair in pairs for t in pair)
         model = ModelSpec("transformers", "transformers", tuple(group.layers.values()), rows)
         layout = CacheLayout.TOKEN_MAJOR if dense else CacheLayout.STRIDED

@@ -188,9 +188,18 @@ class StaticCaches(threading.local):
         """True if the backend of a registered cache cannot be captured on its device."""
 
     def register(self, index: int, key: Tensor, value: Tensor, layer: LayerSpec) -> None:
-        """Register the memory of layer ``index`` of a static cache."""
-        if (key.data_ptr(), value.data_ptr()) in self._places or not (key.is_contiguous() and value.is_contiguous()):
+        """Register the memory of layer ``index`` of a static cache, unless the layer shares another one's."""
+        where = key.data_ptr(), value.data_ptr()
+        if where in self._places or not (key.is_contiguous() and value.is_contiguous()):
             return
+        for *refs, other in self._registered[-1].values() if self._registered else ():
+            if _memory_of(*refs) == where:
+                if CacheShape.of(other, key) != CacheShape.of(layer, key):
+                    raise BridgeError(
+                        f"layer {index} shares the cache of another layer, but differs from it: {layer} and {other}; "
+                        "use attn_implementation='sdpa'"
+                    )
+                return
         if not self._registered or index in self._registered[-1]:  # another cache
             self._registered.append({})
         self._registered[-1][index] = weakref.ref(key), weakref.ref(value), layer
@@ -271,6 +280,11 @@ class StaticCaches(threading.local):
         widths = shape.layer.head_dim, shape.layer.v_head_dim
         keys, values = (torch.zeros(*sizes, width, dtype=shape.dtype, device=shape.device) for width in widths)
         return CacheLayers(self._request, shape, [(keys, values)])
+
+
+def _memory_of(key: weakref.ref[Tensor], value: weakref.ref[Tensor]) -> tuple[int, int] | None:
+    tensors = key(), value()
+    return None if tensors[0] is None or tensors[1] is None else (tensors[0].data_ptr(), tensors[1].data_ptr())
 
 
 def _in_new_thread(build: Callable[[], T], device: torch.device) -> T:

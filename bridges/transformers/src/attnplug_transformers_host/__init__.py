@@ -72,10 +72,13 @@ def _refusals(problem: Problem) -> Iterator[Refusal]:
     if sparse:
         message = f"layer {sparse[0]} selects tokens by a mask; backends derive the visible tokens from lengths"
         yield Refusal(RefusalCode.FEATURE, message, str(Feature.SPARSE))
+    if model.compressed_layers:
+        message = "compressed entries (DeepSeek-V4) are not supported; use attn_implementation='eager'"
+        yield Refusal(RefusalCode.FEATURE, message, str(Feature.COMPRESSED))
 
 
 def _as_mha(layer: LayerSpec) -> LayerSpec:
-    if layer.mla is None:
+    if layer.mla is None or layer.compressed is not None:  # the latter are refused
         return layer
     return replace(layer, kind=AttentionKind.MHA, mla=None, num_kv_heads=layer.num_heads)
 

@@ -24,6 +24,7 @@ from attnplug_vllm.host import (
     refusal_message,
     refused_mla_prefill,
     refused_sharding,
+    refused_sparse,
     refused_without_lse,
     render,
     requested_invariance,
@@ -158,7 +159,10 @@ def _unsupported(
             Feature.MLA_FP8_ON_CPU: device == "cpu" and AttentionKind.MLA in kinds and kv_dtype in ("fp8", "fp8_e4m3"),
         }
     )
-    if _exceeds_one(options, "decode-context-parallel-size") and AttentionKind.MHA in kinds and model is not None:
+    ranks = 1 + _exceeds_one(options, "decode-context-parallel-size")
+    if model is not None and model.is_sparse:
+        yield from refused_sparse(ranks, attention.get("hisparse_config"))
+    if ranks > 1 and AttentionKind.MHA in kinds and model is not None:
         windows = not _is_on(options, "disable-sliding-window")
         layers = [layer if windows else replace(layer, sliding_window=None) for layer in model.full_layers]
         interleave = options.get("cp-kv-cache-interleave-size", "1")
@@ -169,7 +173,6 @@ def _unsupported(
         )
     theirs, ours = attention.get("mla_prefill_backend"), additional_config(options).get(SECTION, {})
     if "prefill" in ours and AttentionKind.MLA in kinds:
-        ranks = 1 + _exceeds_one(options, "decode-context-parallel-size")
         yield from refused_mla_prefill(None if theirs is None else str(theirs).upper(), ranks)
 
 

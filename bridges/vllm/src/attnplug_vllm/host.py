@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
+from importlib.util import find_spec
 
 from attnplug import (
     AttentionKind,
@@ -81,8 +82,13 @@ def render(key: str) -> str | None:
 def index_is_ours(sm: int | None, version: str | None) -> bool:
     """Return True if our index selects the rows of sparse MLA, because vLLM's does not run on this GPU.
 
-    vLLM's runs on DeepGEMM: SM 90 and SM 100, and in versions in which it cannot be replaced also SM 120.
+    vLLM's runs on DeepGEMM: SM 90 and SM 100, and in versions in which it cannot be replaced also SM 120. Ours is in
+    ``attnplug-sparse``, which this package does not require.
     """
+    return _needs_ours(sm, version) and find_spec("attnplug_sparse") is not None
+
+
+def _needs_ours(sm: int | None, version: str | None) -> bool:
     return sm is not None and sm // 10 not in (9, 10) and _index_is_a_layer(version)
 
 
@@ -141,6 +147,8 @@ def refuse(problem: Problem) -> Iterator[Refusal]:
             RefusalCode.KIND,
             f"all layers are linear ({', '.join(kinds)}), and vLLM runs those itself: use another --attention-backend",
         )
+    if model is not None and model.is_sparse and problem.device == "cpu":
+        yield Refusal(RefusalCode.FEATURE, "vLLM's CPU platform refuses sparse MLA", str(problem.device), "cuda")
     if model is not None and model.is_sparse and problem.sm is not None:
         yield from _refused_index(problem, problem.sm)
     if model is not None and model.compressed_layers:
@@ -161,10 +169,10 @@ def _refused_index(problem: Problem, sm: int) -> Iterator[Refusal]:
     """Refusals of sparse MLA where neither vLLM's index runs nor ours."""
     version = HOST.installed()
     if not index_is_ours(sm, version):
-        if sm < 90:
+        if sm < 90 or _needs_ours(sm, version):
             message = (
-                f"vLLM's indexer, which selects the rows of sparse MLA, runs on DeepGEMM: SM 90 or newer, and this GPU "
-                f"is SM {sm}; our index can replace it in vLLM {_INDEX_LAYERS}"
+                "vLLM's indexer, which selects the rows of sparse MLA, runs on DeepGEMM, which does not support SM "
+                f"{sm}; that of attnplug-sparse can replace it in vLLM {_INDEX_LAYERS}"
             )
             yield Refusal(RefusalCode.SM, message, sm, ">= 90")
         return
@@ -226,6 +234,16 @@ def refused_sharding(
             f"{Feature.DCP} with attention sinks (the model's)": any(layer.sinks for layer in layers),
             f"{Feature.DCP} with speculative decoding (--speculative-config)": speculates,
             f"{Feature.DCP} with --cp-kv-cache-interleave-size {interleave}, other than 1": interleave > 1,
+        }
+    )
+
+
+def refused_sparse(context_ranks: int, hisparse: object) -> list[Refusal]:
+    """Refusals of features of vLLM with sparse MLA. ``hisparse``: its ``hisparse_config``, or None."""
+    return unsupported_features(
+        {
+            f"{Feature.DCP} with sparse MLA": context_ranks > 1,
+            "HiSparse (--attention-config.hisparse_config)": hisparse is not None,
         }
     )
 

@@ -23,7 +23,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from attnplug.host import KVPools
 from attnplug.sparse import IndexerDims, selected_tensor
 from attnplug_vllm.geometry import with_exact_lengths
-from attnplug_vllm.host import FP8_DS_MLA, HOST, INDEX_BY_HOST, Feature, index_is_ours, unsupported_features
+from attnplug_vllm.host import FP8_DS_MLA, HOST, INDEX_BY_HOST, index_is_ours, refused_sparse, unsupported_features
 from attnplug_vllm.mha import cudagraph_support
 from attnplug_vllm.mla import AttnplugMLABackend, choose_for_layer, group_of
 from attnplug_vllm.mla_decode import DecodeGroup, DecodeStep
@@ -103,15 +103,13 @@ class AttnplugSparseMLAImpl(SparseMLACommonImpl):  # type: ignore[misc] # vLLM i
         **mla_args: Any,  # vLLM's releases add new ones
     ) -> None:
         config = get_current_vllm_config()
-        hot_buffers = getattr(config.attention_config, "hisparse_config", None)
         requested = {
             "ALiBi slopes": alibi_slopes is not None,
             "a sliding window over latent rows": sliding_window is not None,
             "a soft cap of latent attention's logits": bool(logits_soft_cap),
-            f"{Feature.DCP} with sparse MLA": context_ranks(config) > 1,
-            "HiSparse (--attention-config.hisparse_config)": hot_buffers is not None,
         }
-        raise_if_refused(unsupported_features(requested))
+        hisparse = getattr(config.attention_config, "hisparse_config", None)
+        raise_if_refused([*unsupported_features(requested), *refused_sparse(context_ranks(config), hisparse)])
         text = config.model_config.hf_text_config
         layer = mla_layer(
             0,

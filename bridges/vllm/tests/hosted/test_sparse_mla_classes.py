@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from attnplug_vllm import backends
 from engines import VOCABULARY, asking
+from vllm_stage import run_sparse_layers_on_cpu
 
 HEADS, RANK, ROPE, BLOCK, TOPK, SCALE = 4, 512, 64, 64, 16, 0.1
 NAME = "model.layers.0.self_attn.attn"
@@ -112,8 +113,9 @@ def layer_of(impl: Any, cache: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("lengths", [[(100, 1), (30, 1)], [(100, 1), (0, 70), (3, 2)]])
-def test_builder_and_layer_run_on_vllms_own_metadata(model, lengths, tmp_path):
+def test_builder_and_layer_run_on_vllms_own_metadata(model, lengths, tmp_path, monkeypatch):
     """A10: decode, and decode with prefill, against float64."""
+    run_sparse_layers_on_cpu(monkeypatch)
     config = engine_config(model)
     with one_rank(config, tmp_path):
         backend = backends.Custom
