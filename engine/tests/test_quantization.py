@@ -232,6 +232,8 @@ def test_a_weight_in_codes_that_the_config_excludes(make_oracle, tmp_path):
         (compressed("nvfp4-pack-quantized", num_bits=4, type="float"), "format"),
         (compressed("pack-quantized", num_bits=8, group_size=32), "config_groups.group_0.weights.num_bits"),
         (compressed("pack-quantized", **INT4, group_size=48), "config_groups.group_0.weights.group_size"),
+        (compressed("pack-quantized", **INT4, group_size=-1), "config_groups.group_0.weights.group_size"),
+        (compressed("pack-quantized", **INT4, group_size=32.0), "config_groups.group_0.weights.group_size"),
         (
             compressed("pack-quantized", **INT4, group_size=32, symmetric=False),
             "config_groups.group_0.weights.symmetric",
@@ -255,6 +257,8 @@ def test_a_weight_in_codes_that_the_config_excludes(make_oracle, tmp_path):
 def test_schemes_that_are_refused(config, key):
     with pytest.raises(ModelConfigError, check=having(key=f"quantization_config.{key}")) as caught:
         read_quantization({"model_type": "llama", "quantization_config": config}, "here")
+    if key.endswith("group_size"):
+        assert "32, 64, 128" in str(caught.value)
     if key == "format" or config.get(key) == "awq":
         assert all(scheme.title.split(" (")[0] in str(caught.value) for scheme in SCHEMES)
 
