@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from refilled_native import build, captured
+from safetensors.torch import load_file, save_file
 
 from attnplug import DType, PoolError, UsageError
 from attnplug.host import TINY_CONFIGS
 from attnplug_engine import Engine, EngineOptions, SamplingParams
+from attnplug_engine.checkpoints.random import RandomCheckpoint
 from attnplug_engine.memory.capacity import HotBytes, bytes_per_page
+from attnplug_engine.models.architectures import load_model
 from attnplug_engine.request import Request
 from attnplug_sparse.hisparse import HiSparse
 from attnplug_sparse.pools import COMPRESSED
@@ -280,6 +283,21 @@ def test_an_fp8_cache_is_moved_as_it_is_stored():
     for model in (SPARSE[1], V4):
         wanted, found = (tokens(make(model, hot=hot, kv_dtype=DType.FLOAT8_E4M3), 5) for hot in (None, TOPK))
         assert found == wanted
+
+
+def test_an_fp8_cache_uses_the_scale_of_each_layer(tmp_path):
+    """E5: all layers share the memory of new and staged rows, and each has a scale of its own."""
+    source = RandomCheckpoint.tiny(SPARSE[1])
+    layers = len(load_model(SPARSE[1], dtype=torch.float32, device="cpu", source=source).module.layers)
+    source.save(tmp_path)
+    plain = tokens(make(folder=tmp_path, kv_dtype="fp8"), 5)
+    stored = load_file(tmp_path / "model.safetensors")
+    for layer in range(layers):  # too small, so that rows saturate
+        scale = torch.tensor([0.3 / 4**layer / 448])
+        stored |= {f"model.layers.{layer}.self_attn.{kind}_scale": scale.clone() for kind in "kv"}
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    wanted, found = (tokens(make(folder=tmp_path, hot=hot, kv_dtype="fp8"), 5) for hot in (None, TOPK))
+    assert found == wanted != plain
 
 
 @pytest.mark.parametrize("seed", range(2))

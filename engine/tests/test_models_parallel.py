@@ -8,9 +8,11 @@ import torch.distributed as dist
 from thread_ranks import Threads, in_ranks
 from torch.testing import assert_close
 
+from attnplug import UsageError
 from attnplug.host import TINY_CONFIGS
 from attnplug.host import load_model as load_spec
-from attnplug_engine.models.architectures import load_model
+from attnplug_engine.models.architectures import load_model, open_source, rank_counts
+from attnplug_engine.models.architectures import load_spec as engine_spec
 from attnplug_engine.parallel.collectives import (
     ParallelError,
     ProcessGroupParallel,
@@ -93,6 +95,19 @@ def test_a_model_that_ranks_cannot_divide_is_refused(size, changes, what, make_o
     with pytest.raises(ParallelError) as caught:
         load_model(str(oracle.folder), dtype=torch.float32, device="cpu", parallel=Threads(size).rank(0))
     assert (caught.value.what, caught.value.size) == (what, size)
+
+
+@pytest.mark.parametrize("name", TINY_CONFIGS)
+def test_rank_counts_are_those_that_can_load_the_model(name):
+    reference = f"tiny:{name}"
+    counts = rank_counts(open_source(reference, device="cpu"), engine_spec(reference))
+    for size in (2, 4, 8):
+        try:
+            load_model(reference, dtype=torch.float32, device="cpu", parallel=Threads(size).rank(size - 1))
+        except UsageError:
+            assert size not in counts
+        else:
+            assert size in counts
 
 
 def test_parts_are_neighbours_and_leave_nothing_out():

@@ -10,11 +10,11 @@ import pytest
 import torch
 from quantized_checkpoints import fp8_blocks, fp8_channels, fp8_tensor, int4_groups, mxfp4, quantized
 from safetensors.torch import load_file, save_file
-from thread_ranks import in_ranks
+from thread_ranks import Threads, in_ranks
 from torch.testing import assert_close
 
 from attnplug.host import TINY_CONFIGS, ModelConfigError
-from attnplug_engine.checkpoints.safetensors import CheckpointError, MissingTensor, WrongDtype, WrongShape
+from attnplug_engine.checkpoints.safetensors import Checkpoint, CheckpointError, MissingTensor, WrongDtype, WrongShape
 from attnplug_engine.engine import Engine
 from attnplug_engine.models.architectures import load_model
 from attnplug_engine.models.layers import Concatenated, QuantizedLinear
@@ -232,6 +232,8 @@ def test_a_weight_in_codes_that_the_config_excludes(make_oracle, tmp_path):
         (compressed("nvfp4-pack-quantized", num_bits=4, type="float"), "format"),
         (compressed("pack-quantized", num_bits=8, group_size=32), "config_groups.group_0.weights.num_bits"),
         (compressed("pack-quantized", **INT4, group_size=48), "config_groups.group_0.weights.group_size"),
+        (compressed("pack-quantized", **INT4, group_size=-1), "config_groups.group_0.weights.group_size"),
+        (compressed("pack-quantized", **INT4, group_size=32.0), "config_groups.group_0.weights.group_size"),
         (
             compressed("pack-quantized", **INT4, group_size=32, symmetric=False),
             "config_groups.group_0.weights.symmetric",
@@ -255,6 +257,8 @@ def test_a_weight_in_codes_that_the_config_excludes(make_oracle, tmp_path):
 def test_schemes_that_are_refused(config, key):
     with pytest.raises(ModelConfigError, check=having(key=f"quantization_config.{key}")) as caught:
         read_quantization({"model_type": "llama", "quantization_config": config}, "here")
+    if key.endswith("group_size"):
+        assert "32, 64, 128" in str(caught.value)
     if key == "format" or config.get(key) == "awq":
         assert all(scheme.title.split(" (")[0] in str(caught.value) for scheme in SCHEMES)
 
@@ -347,16 +351,30 @@ def test_ranks_divide_blocks_at_their_boundaries(model_type, changes, make_oracl
             assert_close(logits, whole, atol=2e-4, rtol=0)
 
 
-def test_ranks_that_would_divide_a_block_are_refused_with_those_that_fit(make_oracle, tmp_path):
-    config = {**FP8, "weight_block_size": [64, 64]}
-    changes = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 4}
-    quantized(make_oracle("llama", head_dim=64, **changes).folder, tmp_path / "q", config, fp8_blocks(64, 64))
+# Of 8 heads: attention outputs have 4 blocks of 64 columns, MLPs have 6.
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "hidden_size": 64}
 
-    def load(parallel):
-        with pytest.raises(ParallelError, check=having("192", fitting=(1,))):  # 3 ranks do not divide 4 heads
-            load_model(str(tmp_path / "q"), dtype=torch.float32, device="cpu", parallel=parallel)
 
-    in_ranks(2, load)
+@pytest.mark.parametrize(
+    ("excluded", "refused", "size", "fitting"),
+    [
+        ("lm_head", 256, 8, (1, 2)),
+        ("lm_head", 384, 4, (1, 2)),
+        (r"lm_head|self_attn", 384, 8, (1, 2)),
+        (r"lm_head|mlp", 256, 8, (1, 2, 4)),
+        (r"lm_head|layers\.0", 256, 8, (1, 2)),
+    ],
+    ids=["attention", "MLP", "quantized MLP", "quantized attention", "second layer"],
+)
+def test_ranks_that_cannot_divide_all_weights_are_refused_before_any_is_read(
+    excluded, refused, size, fitting, make_oracle, tmp_path, monkeypatch
+):
+    """The rank counts are those that all weights and heads allow (E5)."""
+    folder = make_oracle("llama", intermediate_size=384, **HEADS).folder
+    quantized(folder, tmp_path / "q", {**FP8, "weight_block_size": [64, 64]}, fp8_blocks(64, 64), excluded)
+    monkeypatch.setattr(Checkpoint, "tensor", lambda self, name, *_, **__: pytest.fail(f"{name} was read"))
+    with pytest.raises(ParallelError, check=having(count=refused, size=size, fitting=fitting)):
+        Engine(str(tmp_path / "q"), device="cpu", page_size=16, parallel=Threads(size).rank(0))
 
 
 def test_int4_scales_are_kept_without_rounding(make_oracle, make_stage, sequences, tmp_path):

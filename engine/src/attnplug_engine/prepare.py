@@ -31,7 +31,7 @@ from attnplug_engine.execution.runner import ModelRunner
 from attnplug_engine.kernels import usable
 from attnplug_engine.memory.capacity import Capacity
 from attnplug_engine.memory.pools import check_codecs
-from attnplug_engine.models.architectures import load_model, load_spec, open_source, read_config
+from attnplug_engine.models.architectures import check_rank_count, load_model, load_spec, open_source, read_config
 from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.parallel.collectives import RankOrder, TensorParallel
@@ -193,6 +193,7 @@ def prepare(
     """
     choice = _choose_backends(model, options, parallel, is_embedding=is_embedding)
     source = _open_source(choice)
+    check_rank_count(source, choice.spec, parallel.size)
     vocab_size = read_config(source.config, source.name, choice.spec).integer("vocab_size")
     encoder = PromptEncoder(model, vocab_size)
     ends = frozenset[int]() if is_embedding or options.ignore_eos else end_tokens(model, source.config)

@@ -169,8 +169,8 @@ class PagedPool:
         check_size(num_pages, page_size)
         held: dict[int, tuple[PagedBuffer, ...]] = {}
         for layer_id, forms in formats.items():
-            if self.shared and held:
-                held[layer_id] = next(iter(held.values()))
+            if self.shared and (first := next(iter(held.values()), ())):
+                held[layer_id] = tuple(form.wrap(rows.pages) for form, rows in zip(forms, first, strict=True))
                 continue
             held[layer_id] = tuple(form.allocate(layout, num_pages, page_size, device) for form in forms)
         self._hold(held, dtype)
@@ -235,7 +235,7 @@ class PagedPool:
         return pool
 
     def _hold(self, layers: Mapping[int, tuple[PagedBuffer, ...]], dtype: KVFormat | str) -> None:
-        distinct = list({id(rows): rows for each in layers.values() for rows in each}.values())
+        distinct = list({id(rows.pages): rows for each in layers.values() for rows in each}.values())
         self._parts = tuple(part for rows in distinct for part in rows.parts)
         self._layers, self.layer_ids = layers, tuple(layers)
         self.nbytes = sum(rows.nbytes for rows in distinct)

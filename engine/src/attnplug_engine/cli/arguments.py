@@ -8,14 +8,24 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from attnplug import DType, Role, Setting, UsageError
+from attnplug import DType, Problem, RefusalCode, Role, Setting, UsageError
 from attnplug.cli import output
 from attnplug.cli.app import add_backend_options, option
-from attnplug.host import BackendRequest, load_registry, split_settings
+from attnplug.host import (
+    AttnplugError,
+    BackendRequest,
+    SelectionError,
+    load_model,
+    load_registry,
+    select,
+    split_settings,
+)
 from attnplug_engine.cli.prompts import PromptLine
-from attnplug_engine.parallel.ranks import check_division, prompts_for_ranks, run_ranks, started_as_rank
+from attnplug_engine.execution import signals
+from attnplug_engine.parallel.ranks import prompts_for_ranks, run_ranks, started_as_rank
 
 JSONL, TEXT = "jsonl", "text"
 MODEL_HELP = "a checkpoint's folder, or tiny:NAME"
@@ -110,9 +120,37 @@ def on_each_rank(
         return work(parsed, read(parsed))
     with prompts_for_ranks(parsed.prompts):
         read(parsed)
-        check_division(parsed.model, backend_request(parsed), size, is_embedding=is_embedding)
+        check_division(parsed, size, is_embedding=is_embedding)
         output.release()
         return run_ranks(size, sys.argv[1:])
+
+
+def check_division(parsed: argparse.Namespace, size: int, *, is_embedding: bool = False) -> None:
+    """Raise if no backend can serve the model on ``size`` ranks, before any is started and without torch.
+
+    Device, dtypes and weights are checked by the ranks.
+    """
+    request = backend_request(parsed)
+    # The draft is another model.
+    request = replace(request, roles={role: name for role, name in request.roles.items() if role is not Role.DRAFT})
+    problem = Problem(load_model(parsed.model), tensor_parallel=size, is_embedding=is_embedding)
+    try:
+        select(load_registry(), request, problem)
+    except SelectionError as error:
+        candidates = [c for choice in error.selection.unserved for c in choice.candidates]
+        for refusal in (refusal for candidate in candidates for refusal in candidate.refusals):
+            if refusal.code == RefusalCode.TENSOR_PARALLEL:  # a property of the model, independent of the backend
+                raise AttnplugError(f"{parsed.model}: {refusal.message}; {_allowed_ranks(parsed)}") from error
+        raise
+
+
+def _allowed_ranks(parsed: argparse.Namespace) -> str:
+    """Return the advice to use a number of ranks that divides all of a model's heads and weights."""
+    with signals.exit_immediately():
+        from attnplug_engine.models.architectures import load_spec, open_source, rank_counts
+        from attnplug_engine.parallel.collectives import allowed_ranks
+    source = open_source(parsed.model, device="cpu", random_weights=getattr(parsed, "random_weights", False))
+    return allowed_ranks(rank_counts(source, load_spec(parsed.model)))
 
 
 def number_of_ranks(parsed: argparse.Namespace) -> int:

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 from attnplug import UsageError
 from attnplug.cli import output
 from attnplug.cli.app import Commands, add_command
-from attnplug_engine.cli.arguments import MODEL_HELP, backend_request, number_of_ranks, on_each_rank
+from attnplug_engine.cli.arguments import MODEL_HELP, check_division, number_of_ranks, on_each_rank
 from attnplug_engine.cli.run import add_engine_options, engine_options
 from attnplug_engine.execution import signals
-from attnplug_engine.parallel.ranks import check_division
 
 if TYPE_CHECKING:
     from attnplug_engine.options import EngineOptions
@@ -49,7 +48,7 @@ def run(parsed: argparse.Namespace) -> int:
     if options.compile_processes == 0:
         raise UsageError("--compile-processes 0 compiles nothing ahead, and --gpu does nothing else; give 1 or more")
     if (ranks := number_of_ranks(parsed)) > 1:
-        check_division(parsed.model, backend_request(parsed), ranks)
+        check_division(parsed, ranks)
     with signals.exit_immediately():
         from attnplug_engine.cli.warm_for_gpu import warm_for_gpu
 

@@ -51,7 +51,7 @@ def build_pools(
     """Build the pools that the layers of a rank's ``spec`` need. ``dtype`` is the model's, and that of index keys
     unless ``index_dtype`` is given. ``scales`` are those of keys and values by layer id, used by formats with a scale
     per layer; latent rows have that of keys. With ``hot``, latent rows, and entries that indexes select, are in host
-    memory, and the pools of both hold hot buffers without such scales. Raises PoolError if memory does not suffice."""
+    memory, and the pools of both hold hot buffers. Raises PoolError if memory does not suffice."""
     try:
         return _build_pools(spec, capacity, dtype, kv_dtype, device, index_dtype, scales or {}, hot=hot)
     except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError, for CUDA a subclass
@@ -88,12 +88,12 @@ def _build_pools(
     if AttentionKind.MHA in spec.kinds:
         mha = MHAPool(spec.layers, dtype=format, scales=kept, **pages)
     mla: MLAPool | None = None
+    latent = {layer_id: pair[0] for layer_id, pair in kept.items()}
     caches: dict[CacheKey[KeyedCache], KeyedCache] = {}
     if hot:
-        mla, caches = _hot_pools(spec, capacity, kv_dtype, model_dtype, pages)
+        mla, caches = _hot_pools(spec, capacity, kv_dtype, model_dtype, pages, latent)
     elif AttentionKind.MLA in spec.kinds:
-        keys = {layer_id: pair[0] for layer_id, pair in kept.items()}
-        mla = MLAPool(spec.layers, dtype=format, scales=keys, **pages)
+        mla = MLAPool(spec.layers, dtype=format, scales=latent, **pages)
     linear = None
     if spec.linear_layers:
         linear = LinearStatePool(spec.layers, num_slots=capacity.state_slots, dtype=model_dtype, device=device)
@@ -107,14 +107,20 @@ def _build_pools(
 
 
 def _hot_pools(
-    spec: ModelSpec, capacity: Capacity, kv_dtype: str, dtype: DType, pages: _Pages
+    spec: ModelSpec,
+    capacity: Capacity,
+    kv_dtype: str,
+    dtype: DType,
+    pages: _Pages,
+    scales: Mapping[int, float],
 ) -> tuple[HotPool, dict[CacheKey[KeyedCache], KeyedCache]]:
     """Return the pool of hot latent rows; and, by key, the host memory behind it and the pools of hot entries."""
     caches: dict[CacheKey[KeyedCache], KeyedCache] = {}
     pools = []
     groups = hot_layers(spec, capacity, kv_dtype, dtype)
     for key, (group, stored) in zip((HOST_ROWS, HOST_ENTRIES), groups, strict=False):
-        pools.append(HotPool(group.layers, group.sizes, dtype=installed_format(stored), **pages))
+        own = scales if key is HOST_ROWS else {}  # entries have none
+        pools.append(HotPool(group.layers, group.sizes, dtype=installed_format(stored), scales=own, **pages))
         row = pools[-1].cells.shape[1]
         caches[key] = HostRows(len(group.layers), row_nbytes=row, ratio=group.sizes.ratio, **pages)
     for entries in pools[1:]:

@@ -239,19 +239,41 @@ def build_model(
         with torch.no_grad():
             module = architecture.build(weights, config, spec)
     except ParallelError as error:
-        raise error.limited(lambda size: _divides_heads(spec, size)) from error
+        raise error.allowing(rank_counts(source, spec)) from error
     weights.check_all_taken(_ignored(architecture, config, head=head))
     if torch.device(device).type == "cpu":
         pack_weights(module)
     return LoadedModel(module.eval(), spec.for_rank(parallel.size), source.config)
 
 
-def _divides_heads(spec: ModelSpec, size: int) -> bool:
+def check_rank_count(source: WeightSource, spec: ModelSpec, size: int) -> None:
+    """Raise ParallelError if ``size`` ranks cannot divide a model, with the numbers that can. No weight is read."""
+    if size == 1:
+        return
     try:
-        spec.for_rank(size)
-    except UsageError:
-        return False
-    return True
+        _divide(source, spec, size)
+    except ParallelError as error:
+        raise error.allowing(rank_counts(source, spec)) from error
+
+
+def rank_counts(source: WeightSource, spec: ModelSpec) -> list[int]:
+    """Return the numbers of ranks that can divide all of a model's heads and weights."""
+    fitting = [1]
+    for size in range(2, max(layer.num_heads for layer in spec.layers) + 1):
+        with suppress(UsageError):
+            spec.for_rank(size)
+            _divide(source, spec, size)
+            fitting.append(size)
+    return fitting
+
+
+def _divide(source: WeightSource, spec: ModelSpec, size: int) -> None:
+    """Build one rank's part of a model without values. Raises ParallelError if it cannot be divided."""
+    from attnplug_engine.models.weight_shapes import WeightShapes  # imports the quantization schemes
+
+    config = read_config(source.config, source.name, spec)
+    with torch.no_grad():
+        _known(spec.model_type, source.name).build(WeightShapes.of(source, size), config, spec)
 
 
 def _known(model_type: str, reference: str, cause: Exception | None = None) -> Architecture:

@@ -57,7 +57,7 @@ class Router(nn.Module):
 
     def add_row(self, row: Tensor) -> None:
         """Append ``row [1, hidden]`` to the weight: one more product of the input that follows the logits."""
-        self.weight = frozen(torch.cat((self.weight, row.to(self.weight.dtype))))
+        self.weight = frozen(torch.cat((self.weight, row.to(self.weight))))
 
     def logits(self, x: Tensor, norm: RMSNorm | None = None) -> tuple[Tensor, Tensor]:
         """Return ``x`` normed, and the scores before their activation, ``[tokens, experts (+ 1)]`` float32."""
@@ -233,7 +233,7 @@ class Experts(nn.Module):
             part = own if weights.parallel.size > 1 else None
             gate_up = weights.empty_quantized(scheme, parts, hidden, experts=experts)
             down = weights.empty_quantized(scheme, [output], intermediate, columns=part, experts=experts)
-            for expert in range(experts):
+            for expert in weights.experts_to_fill(experts):
                 one = weights.at(str(expert))
                 one.fill_quantized(gate_up.expert(expert), parts, hidden)
                 one.fill_quantized(down.expert(expert), [output], intermediate, columns=part)
@@ -242,7 +242,7 @@ class Experts(nn.Module):
         empty = torch.empty(0, dtype=weights.dtype, device=weights.device)
         self.gate_up = frozen(empty.new_empty(experts, len(form.inputs) * columns, hidden))
         self.down = frozen(empty.new_empty(experts, hidden, columns))
-        for expert in range(experts):
+        for expert in weights.experts_to_fill(experts):
             one = weights.at(str(expert))
             one.fill(self.gate_up[expert], "weight", parts)
             self.down[expert].copy_(one.take(f"{form.output}.weight", hidden, intermediate, columns=own))

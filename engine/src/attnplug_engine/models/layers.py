@@ -270,8 +270,7 @@ class ColumnNorm(nn.Module):
         parallel = weights.parallel
         if groups > 1 and groups % parallel.size:
             raise ParallelError(
-                f"{groups} groups of normed columns cannot be divided evenly over {parallel.size} ranks; "
-                f"use a --tensor-parallel that divides {groups}",
+                f"{groups} groups of normed columns cannot be divided evenly over {parallel.size} ranks",
                 "norm groups",
                 groups,
                 parallel.size,

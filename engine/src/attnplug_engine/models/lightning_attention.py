@@ -52,7 +52,7 @@ class LightningAttention(Attention):
         # Later layers remember for longer; the constants are the authors'.
         factor = 1 - layer.layer_id / (layers - 1 + 1e-5) + 1e-5
         slopes = geometric_slopes(heads) * factor
-        self.log_decay = frozen(-slopes[part.heads].to(weights.device))
+        self.log_decay = frozen((-slopes[part.heads]).to(weights.device))
         # The class's own epsilon, not the config's, as in transformers.
         self.norm = GatedColumnNorm(weights.at("norm"), heads * width, EPS, own)
         self.out = Linear.row_parallel(weights.at("out_proj"), heads * width, hidden, own)
@@ -113,7 +113,7 @@ class RotaryLightningAttention(Attention):
         # from 0. vLLM and SGLang leave out the - 1. AReaL, the authors' trainer, did so too: the loss of the published
         # weights was 7.8, and 0.567 with it. The authors divide by zero for one layer.
         slopes = alibi_slopes(heads) * (1 - (layer.layer_id - 1) / max(layers - 1, 1) + 1e-5)
-        self.log_decay = frozen(-slopes[part.heads].to(weights.device))
+        self.log_decay = frozen((-slopes[part.heads]).to(weights.device))
         self.norm = GatedColumnNorm(weights.at("g_norm"), total, eps, own, groups=norm_groups)
         self.out = Linear.row_parallel(weights.at("dense"), total, hidden, own, bias=out_bias)
 

@@ -43,9 +43,8 @@ class Indexer(nn.Module):
         self.q = Linear.stacked(weights, [queries], rank)
         self.k = Linear.stacked(weights, [WeightRows("wk", width, slice(0, width), order)], hidden)
         norm = weights.at("k_norm")
-        place = order.to(weights.device)
-        self.norm_weight = frozen(norm.take("weight", width)[place])
-        self.norm_bias = frozen(norm.take("bias", width)[place])
+        self.norm_weight = frozen(norm.take("weight", width)[order])
+        self.norm_bias = frozen(norm.take("bias", width)[order])
         self.head_weight = frozen(weights.take("weights_proj.weight", heads, hidden, exact=True))
         self._dims, self._rope = dims, rope
 

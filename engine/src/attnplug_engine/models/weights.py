@@ -81,7 +81,7 @@ class Weights:
 
     def at(self, module: str) -> Weights:
         """Return the weights of a submodule: ``"layers.3"``."""
-        return Weights(
+        return type(self)(
             self._source,
             dtype=self.dtype,
             device=self.device,
@@ -261,6 +261,10 @@ class Weights:
             target.codes[start:stop].copy_(codes)
             target.scales[first:last].copy_(scales)
             start, first = stop, last
+
+    def experts_to_fill(self, count: int) -> range:
+        """Return the indices of experts whose weights are filled one by one, of ``count``."""
+        return range(count)
 
     def expert_scheme(self, matrices: Sequence[str]) -> Scheme | None:
         """Return the scheme of the experts' ``matrices``; None if they are not quantized. Raises CheckpointError if

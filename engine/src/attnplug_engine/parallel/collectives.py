@@ -6,7 +6,7 @@ Every rank runs the same model on the same tokens with its own heads, columns an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
@@ -21,22 +21,28 @@ from attnplug.host import AttnplugError
 class ParallelError(UsageError):
     """A model cannot be divided over this many ranks. ``what`` is to be divided, ``count`` is its number.
 
-    ``fitting`` are numbers of ranks that can divide it, if they are known.
+    ``fitting`` are numbers of ranks that can divide the whole model, if they are known.
     """
 
     def __init__(self, problem: str, what: str, count: int, size: int, fitting: Sequence[int] = ()) -> None:
-        allowed = f"; use --tensor-parallel {' or '.join(map(str, fitting))}" if fitting else ""
-        super().__init__(problem + allowed)
+        super().__init__(f"{problem}; {allowed_ranks(fitting)}")
         self.problem = problem
         self.what = what
         self.count = count
         self.size = size
         self.fitting = tuple(fitting)
 
-    def limited(self, divides: Callable[[int], bool]) -> ParallelError:
-        """Return the error with only those of ``fitting`` for which ``divides`` returns True."""
-        fitting = [size for size in self.fitting if divides(size)]
+    def allowing(self, fitting: Sequence[int]) -> ParallelError:
+        """Return the error with the numbers of ranks that can divide the whole model."""
         return ParallelError(self.problem, self.what, self.count, self.size, fitting)
+
+
+def allowed_ranks(fitting: Sequence[int]) -> str:
+    """Return the advice to use one of these numbers of ranks, or another one if they are not known."""
+    if not fitting:
+        return "use another --tensor-parallel"
+    *others, last = map(str, fitting)
+    return f"use --tensor-parallel {', '.join(others)} or {last}" if others else f"use --tensor-parallel {last}"
 
 
 class RankLost(AttnplugError):
@@ -174,8 +180,7 @@ def even_part(count: int, parallel: TensorParallel, what: str) -> slice:
     evenly."""
     if count % parallel.size:
         raise ParallelError(
-            f"{count} {what} cannot be divided evenly over {parallel.size} ranks; "
-            f"use a --tensor-parallel that divides {count}",
+            f"{count} {what} cannot be divided evenly over {parallel.size} ranks",
             what,
             count,
             parallel.size,
@@ -196,7 +201,6 @@ def grouped_part(count: int, group: int, parallel: TensorParallel, what: str) ->
             what,
             count,
             size,
-            range(1, groups + 1),
         )
     return slice(groups * rank // size * group, min(groups * (rank + 1) // size * group, count))
 
@@ -207,8 +211,7 @@ def kv_head_part(kv_heads: int, parallel: TensorParallel) -> slice:
         return even_part(kv_heads, parallel, "KV heads")
     if parallel.size % kv_heads:
         raise ParallelError(
-            f"{kv_heads} KV heads cannot be shared by {parallel.size} ranks; "
-            f"use a --tensor-parallel that divides {kv_heads} or is a multiple of it",
+            f"{kv_heads} KV heads cannot be shared by {parallel.size} ranks",
             "KV heads",
             kv_heads,
             parallel.size,

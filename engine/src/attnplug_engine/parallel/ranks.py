@@ -13,11 +13,11 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
-from attnplug import Problem, RefusalCode, Role, UsageError
-from attnplug.host import AttnplugError, BackendRequest, SelectionError, load_model, load_registry, select
+from attnplug import UsageError
+from attnplug.host import AttnplugError, load_registry
 from attnplug.machine import interrupt
 
 if TYPE_CHECKING:
@@ -163,24 +163,6 @@ def _read_once(path: str) -> bool:
 def prompts_path(path: str) -> str:
     """Return the file to read prompts from: ``path``, or the copy of :func:`prompts_for_ranks`."""
     return os.environ.get(_COPY, path)
-
-
-def check_division(model: str, request: BackendRequest, size: int, *, is_embedding: bool = False) -> None:
-    """Raise if no backend can serve the model on ``size`` ranks, before any is started and without torch.
-
-    Device and dtypes are checked by the ranks.
-    """
-    problem = Problem(load_model(model), tensor_parallel=size, is_embedding=is_embedding)
-    # The draft is another model.
-    request = replace(request, roles={role: name for role, name in request.roles.items() if role is not Role.DRAFT})
-    try:
-        select(load_registry(), request, problem)
-    except SelectionError as error:
-        candidates = [c for choice in error.selection.unserved for c in choice.candidates]
-        for refusal in (refusal for candidate in candidates for refusal in candidate.refusals):
-            if refusal.code == RefusalCode.TENSOR_PARALLEL:  # a property of the model, independent of the backend
-                raise AttnplugError(f"{model}: {refusal.message}", settings=filter(None, [refusal.setting])) from error
-        raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,8 +38,8 @@ class Int4Groups(Scheme):
             raise section.wrong("symmetric", "true: zero points are not supported")
         if section.lookup("actorder") not in (None, False, "weight", "static"):
             raise section.wrong("actorder", "null, 'weight' or 'static': columns in another order are not supported")
-        group = section.optional_integer("group_size")
-        if section.lookup("strategy") not in (None, "group") or group not in _GROUPS:
+        group = section.lookup("group_size")
+        if section.lookup("strategy") not in (None, "group") or type(group) is not int or group not in _GROUPS:
             raise section.wrong("group_size", f"one of {', '.join(map(str, _GROUPS))}, with 'strategy' \"group\"")
         return cls(group)
 

@@ -57,7 +57,7 @@ class Mxfp4(Scheme):
         scales."""
         experts, out, width = shape
         _check_groups(tensors, name, width)
-        _, groups = self._columns(columns, width, ranks)
+        _, groups = self.own_columns(columns, width, ranks)
         blocks = tensors.read(f"{name}_blocks", (experts, out, width // 32, 16), self.code_kinds, columns=rows)
         scales = tensors.read(f"{name}_scales", (experts, out, width // 32), self.scale_kinds, columns=rows)
         if groups is not None:

@@ -146,7 +146,7 @@ class Scheme(ABC):
         """
         out, width = shape
         self.check_shape(tensors, out, width)
-        code_columns, scale_columns = self._columns(columns, width, ranks)
+        code_columns, scale_columns = self.own_columns(columns, width, ranks)
         codes = tensors.read(
             self.code_name, (out, width // self.per_code), self.code_kinds, rows=rows, columns=code_columns
         ).view(self.code_dtype)
@@ -275,20 +275,19 @@ class Scheme(ABC):
             out[..., start:stop] = F.linear(x, weight.dequantized(x.dtype, start, stop))
         return out
 
-    def _columns(self, columns: slice | None, width: int, ranks: int) -> tuple[slice | None, slice | None]:
-        """Return a rank's columns of the codes and of the scales."""
+    def own_columns(self, columns: slice | None, width: int, ranks: int) -> tuple[slice | None, slice | None]:
+        """Return one of ``ranks``' columns of the codes and of the scales. Raises ParallelError if they divide a
+        block."""
         if columns is None:
             return None, None
         unit = self.column_unit
         if any(edge % unit and edge != width for edge in (columns.start, columns.stop)):
-            fitting = [n for n in range(1, width // unit + 1) if width % (n * unit) == 0]
             raise ParallelError(
                 f"{width} columns of a weight with one scale per {unit} columns cannot be divided over {ranks} ranks "
                 "between two scales",
                 "weight columns",
                 width,
                 ranks,
-                fitting or (1,),
             )
         codes = slice(columns.start // self.per_code, -(-columns.stop // self.per_code))
         if self.group is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
@@ -35,8 +35,9 @@ class HotPool(MLAPool):
         page_size: int,
         dtype: KVFormat | str,
         device: torch.device | str,
+        scales: Mapping[int, float] | None = None,
     ) -> None:
-        """``num_pages`` is the number of pages of the page table."""
+        """``num_pages`` is the number of pages of the page table, ``scales`` are as in ``MLAPool``."""
         sizes.check(layers)
         self.sizes = sizes
         self.staging = sizes.max_tokens
@@ -49,7 +50,7 @@ class HotPool(MLAPool):
                 settings=["max_batch", "num_pages", "hisparse_config"],
             )
         num_pages = -(-rows // page_size)
-        super().__init__(layers, num_pages=num_pages, page_size=page_size, dtype=dtype, device=device)
+        super().__init__(layers, num_pages=num_pages, page_size=page_size, dtype=dtype, device=device, scales=scales)
         self._numbers = {layer.layer_id: number for number, layer in enumerate(layers)}
         self.cells: Tensor = self.rows(layers[0].layer_id).view(torch.uint8).flatten(0, 2)
         """The whole memory as bytes, ``[rows, row_bytes]`` uint8."""

@@ -1,0 +1,94 @@
+"""Weights without values, to find out how ranks divide a model before any is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attnplug_engine.checkpoints.safetensors import WeightSource
+from attnplug_engine.models.weights import WeightRows, Weights
+from attnplug_engine.quantization.mxfp4 import Mxfp4
+from attnplug_engine.quantization.scheme import QuantizedWeight
+
+_META = torch.device("meta")
+_MOST_ALLOCATED = 1 << 22
+"""Elements of the largest tensor in memory. The first operation on ``meta`` may import torch's compiler, which takes
+seconds, and models compute with small tensors only."""
+
+
+class FirstRank:
+    """Rank 0 of ``size``, without collectives. All ranks raise the same ParallelError."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        raise NotImplementedError
+
+
+class WeightShapes(Weights):
+    """Weights of rank 0 of ``ranks``, with any values. Raises ParallelError like ``Weights``.
+
+    Nothing is read but the dtypes of tensors, which say what is quantized. Large tensors have no memory. There is no
+    head: any number of ranks can divide it.
+    """
+
+    @classmethod
+    def of(cls, source: WeightSource, ranks: int) -> WeightShapes:
+        return cls(source, dtype=torch.float32, device=_META, parallel=FirstRank(ranks), head=False)
+
+    def take(
+        self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None, exact: bool = False
+    ) -> Tensor:
+        device = _META if math.prod(shape) > _MOST_ALLOCATED else None
+        part = torch.empty(shape, device=device)[rows or slice(None)]
+        return part if columns is None else part[:, columns]
+
+    def integers(self, name: str, *shape: int, below: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64)
+
+    def kv_scales(self) -> tuple[float, float]:
+        return 1.0, 1.0
+
+    def check(self, suffix: str, parts: Sequence[WeightRows], *in_features: int) -> None:
+        pass
+
+    def fill(self, target: Tensor, suffix: str, parts: Sequence[WeightRows]) -> None:
+        pass
+
+    def fill_quantized(
+        self,
+        target: QuantizedWeight,
+        parts: Sequence[WeightRows],
+        in_features: int,
+        *,
+        columns: slice | None = None,
+    ) -> None:
+        target.scheme.own_columns(columns, in_features, self.parallel.size)
+
+    def experts_to_fill(self, count: int) -> range:
+        return range(1)  # ranks divide all alike
+
+    def expert_stack(
+        self,
+        name: str,
+        experts: int,
+        out: int,
+        in_features: int,
+        *,
+        rows: slice | None = None,
+        order: Tensor | None = None,
+        columns: slice | None = None,
+    ) -> QuantizedWeight:
+        parts = [WeightRows("", out, rows or slice(0, out))]
+        weight = self.empty_quantized(Mxfp4(), parts, in_features, columns=columns, experts=experts)
+        self.fill_quantized(weight, parts, in_features, columns=columns)
+        return weight
