@@ -133,6 +133,13 @@ class TestLengths:
         assert (unknown.with_host_lengths().rows, unknown.with_host_lengths().query_lens) == (3, [2, 1])
         assert known.with_host_lengths() is known
 
+    @pytest.mark.parametrize("name", ["query_lens", "kv_lens"])
+    def test_exact_lengths_that_the_host_does_not_have_are_refused_with_the_remedy(self, name):
+        table, lens = torch.zeros(2, 3, dtype=torch.int32), torch.tensor([6, 2], dtype=torch.int32)
+        bounds = Geometry(ForwardMode.DECODE, table, lens, 4, rows=2, max_seq_len=12, max_new=1)
+        with raises_naming(PlanError, "exact", "needs_cpu_seq_lens"):
+            getattr(bounds, name)
+
     def test_exact_lengths_leave_the_hosts_slots_of_exact_rows(self):
         table, slots = torch.zeros(2, 3, dtype=torch.int32), torch.tensor([8, 9, 5, -1])
         known = Geometry.of_lengths(ForwardMode.EXTEND, table, [2, 1], [6, 2], 4)

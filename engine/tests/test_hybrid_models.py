@@ -250,12 +250,6 @@ def test_a_rank_holds_its_part_of_the_state():
     assert [(d.heads, d.key_heads, d.conv_channels) for d in dims] == [(4, 2, 128), (2, 1, 64), (1, 1, 48)]
 
 
-@pytest.mark.parametrize("name", [*NAMES, RING])
-def test_a_batch_without_requests_runs(name, make_stage, idle):
-    stage = make_stage(load_model(f"tiny:{name}", dtype=torch.float32, device="cpu"), 1)
-    assert stage.forward(idle).shape == (0, 128)
-
-
 def test_a_sum_that_the_config_wants_in_float32_is_kept_in_it(make_stage, prompts):
     kept = []
     loaded = load_model("tiny:mamba2", dtype=torch.bfloat16, device="cpu")

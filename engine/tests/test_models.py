@@ -136,7 +136,10 @@ def test_logits_of_a_request_do_not_depend_on_the_others_of_its_batch(make_stage
     assert_close(together, alone, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v2", "deepseek_v3", "glm_moe_dsa"])
+LINEAR = ("kimi_linear", "qwen3_next", "qwen3_5_text", "minimax", "mamba2", "nemotron_h", "ring_linear")
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v2", "deepseek_v3", "glm_moe_dsa", *LINEAR])
 def test_a_batch_without_requests_runs(name, make_stage, idle):
     stage = make_stage(load_model(f"tiny:{name}", dtype=torch.float32, device="cpu"), 1)
     assert stage.forward(idle).shape == (0, 128)

@@ -209,7 +209,6 @@ def run_checks(
     quick: bool = False,
     seed: int = 0,
     expected: Mapping[str, str] | None = None,
-    on_result: Callable[[Result], None] = lambda result: None,
     floors: bool = True,
     runner: Runner | None = None,
     contract: str | None = None,
@@ -239,7 +238,6 @@ def run_checks(
         elif result.status is Status.FAILED and not check.required_by(contract):
             result = replace(result, status=Status.ADVISORY)
         results.append(result)
-        on_result(result)
         built |= check.case is not None and result.status is not Status.REFUSED and not result.unbuilt
         lost = result.lost
         if result.unbuilt and not built and result.status is Status.FAILED:

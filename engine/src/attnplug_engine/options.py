@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from attnplug import DType, GraphLevel, Role, UsageError
@@ -272,19 +272,5 @@ class EmbedOptions:
 
     def for_engine(self) -> EngineOptions:
         """Return the settings that an engine also has, checked and with parsed types."""
-        return EngineOptions(
-            attention_backend=self.attention_backend,
-            role_backends=self.role_backends,
-            backend_options=self.backend_options,
-            device=self.device,
-            dtype=self.dtype,
-            kv_dtype=self.kv_dtype,
-            page_size=self.page_size,
-            max_batch=self.max_batch,
-            chunked_prefill_size=self.chunked_prefill_size,
-            context_length=self.context_length,
-            prefix_cache=False,
-            seed=self.seed,
-            compile_processes=self.compile_processes,
-            batch_invariant=self.batch_invariant,
-        )
+        shared = {field.name for field in fields(EmbedOptions)} & {field.name for field in fields(EngineOptions)}
+        return EngineOptions(**{name: getattr(self, name) for name in shared}, prefix_cache=False)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnplug import BackendContext, ForwardMode, MHAPool, PlanError, PoolError
+from attnplug import BackendContext, ForwardMode, MHAPool, PoolError
 from attnplug.host import KVPools
 from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.case import LAYER
@@ -102,13 +102,6 @@ def test_a_cache_that_kernels_would_have_to_copy_is_refused(width, part):
 
     with raises_naming(PoolError, "keys"):
         KernelScene(case, "cpu", over_parts)
-
-
-def test_lengths_that_the_host_does_not_know_are_refused():
-    stage = scene(mha(((65, 9), (0, 1)), EXTEND, 16, exact=False), "fa4", "cpu")
-    assert stage.backend.claims.needs_cpu_seq_lens
-    with pytest.raises(PlanError):
-        stage.run()
 
 
 @on_a_gpu

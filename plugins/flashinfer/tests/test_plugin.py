@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnplug import BackendContext, BackendError, CacheLayout, DType, GraphLevel, Problem, Refusal, Role, UsageError
-from attnplug.declare.options import parse_options
+from attnplug import BackendContext, BackendError, CacheLayout, DType, GraphLevel, Problem, Refusal, Role
 from attnplug.host import BackendRequest, load_registry, select
 from attnplug_conformance.case import LAYER
 from attnplug_flashinfer.backend import FlashInferBackend
@@ -98,11 +97,6 @@ def test_auto_takes_others_first() -> None:
     """Installing the plugin changes no choice of auto, as its kernels take a minute to compile."""
     chosen = select(load_registry(), BackendRequest(), replace(ON_AN_H200, cuda_graph=GraphLevel.UNIFORM)).choices
     assert "flashinfer" not in {choice.chosen_name for choice in chosen.values()}
-
-
-def test_an_unknown_kernel_is_refused_with_those_there_are() -> None:
-    with raises_naming(UsageError, "auto, fa2, fa3"):
-        parse_options("flashinfer", FlashInferOptions, {"kernel": "fa4"})
 
 
 # ---- building it, as if there were a GPU ----

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from attnplug import ForwardMode, PlanError, PoolError
 from attnplug.host import KVPools
-from attnplug.registry.assembly import backend_problems
 from attnplug_hybrid_linear.fla_backend import MAX_RECURRENT_TOKENS
 from attnplug_testing.batches import with_plan
 from attnplug_testing.devices import nothing_waits
@@ -89,10 +88,6 @@ class TestBatches:
             scene.backend.commit_states(step.batch, torch.full((3,), new, device=setting.device))
         scene.check(step, setting.tolerance)
         scene.check_states(setting.state_tolerance)
-
-    def test_other_batches_need_exact_lengths_on_the_host(self, setting) -> None:
-        with pytest.raises(PlanError):
-            setting.scene(4).step(EXTEND, [3, 0, 1], [2, 40, 12], exact=False)
 
 
 def _turned(tensor: torch.Tensor) -> torch.Tensor:
@@ -193,9 +188,3 @@ class TestRefusals:
             scene.backend.forward_conv(x, x, None, lightning, step.batch, True)
         with raises_naming(PoolError, "layer 9"):
             scene.backend.forward_linear(inputs, short_conv, step.batch)
-
-
-@pytest.mark.parametrize("setting", [TORCH, INTERPRETED], ids=["torch", "fla"])
-def test_it_is_a_linear_backend(setting) -> None:
-    """A7"""
-    assert list(backend_problems(setting.scene().backend, linear=True)) == []

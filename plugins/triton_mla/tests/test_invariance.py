@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
 from attnplug import DType, ExtendPath, ForwardMode, Geometry
+from attnplug_testing import same_bits
 from attnplug_testing.devices import DEVICES
 from attnplug_testing.kernel_scene import KernelScene, mla
 from attnplug_testing.references.triton_mla import FIXED, check, scene, small
-from attnplug_testing.same_bits import Span, assert_same_bits, decode_span, rows_of, store_all
+from attnplug_testing.same_bits import SCALE, assert_same_bits, decode_span, rows_of, store_all
 from attnplug_triton_mla.configurations import ENTRIES, choose_invariant, on_triton
 
 DECODE, VERIFY, EXTEND, MIXED = (
@@ -21,8 +20,6 @@ DECODE, VERIFY, EXTEND, MIXED = (
     ForwardMode.MIXED,
 )
 LEVELS = frozenset({"run", "batch", "graph", "chunks", "verify"})
-SCALE = {"cpu": 1, "cuda": 8}
-"""Lengths of rows by device: the shortest splits have 16 rows on a CPU, and 128 on a GPU."""
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 SETTINGS = {
     "few heads": {"heads": 4},
@@ -41,15 +38,7 @@ def stage_of(device: str, heads: int, **changes) -> KernelScene:
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.sample(1)
 def test_a_decoded_row_has_the_same_bits_in_every_batch(setting, device):
-    """Alone, with companions in any order, with padded requests, a wider page table, and bounds of lengths."""
-    stage, chance = stage_of(device, **SETTINGS[setting]), random.Random(3)
-    for length in (16, 300):
-        own = decode_span(0, length * SCALE[device])
-        (alone,) = rows_of(stage, [own])
-        spans = [own, *(decode_span(request, chance.randint(1, stage.totals[request])) for request in (1, 0))]
-        chance.shuffle(spans)
-        assert_same_bits(alone, rows_of(stage, spans)[spans.index(own)])
-        assert_same_bits(alone, rows_of(stage, [own], exact=False, padding=2, columns=30)[0])
+    same_bits.check_decoded_in_every_batch(stage_of(device, **SETTINGS[setting]))
 
 
 @on_every_device
@@ -57,14 +46,7 @@ def test_a_decoded_row_has_the_same_bits_in_every_batch(setting, device):
 @pytest.mark.sample(1)
 def test_a_row_has_the_same_bits_decoded_verified_and_prefilled(setting, device):
     """Chunk boundaries, prefix hits, speculation and another request in the batch do not change a bit."""
-    stage = stage_of(device, **SETTINGS[setting])
-    scale = SCALE[device]
-    first = 250 * scale
-    (whole,) = rows_of(stage, [Span(0, first, 50 * scale)], EXTEND)
-    for before, new, mode in ((250, 9, EXTEND), (255, 3, VERIFY), (299, 1, DECODE)):
-        found = rows_of(stage, [Span(1, 3, new), Span(0, before * scale, new)], mode)[1]
-        rows = slice(before * scale - first, before * scale - first + new)
-        assert_same_bits((whole[0][rows], whole[1][rows]), found)
+    same_bits.check_every_mode(stage_of(device, **SETTINGS[setting]), first=250, new=9)
 
 
 @on_every_device

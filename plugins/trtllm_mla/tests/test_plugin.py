@@ -15,7 +15,6 @@ from attnplug.host import load_registry
 from attnplug_testing.command import Explained
 from attnplug_testing.configs import DEEPSEEK_V3, KIMI_LINEAR, read
 from attnplug_testing.errors import raises_naming
-from attnplug_trtllm_mla.options import TRTLLMMLAOptions
 from attnplug_trtllm_mla.plugin import attnplug_backends
 
 (SPEC,) = attnplug_backends()
@@ -103,9 +102,8 @@ def test_it_refuses_with_value_and_what_is_allowed_and_the_setting(
     assert [(reason.code, reason.value, reason.allowed, reason.setting) for reason in found] == reasons
 
 
-def test_options_are_typed() -> None:
-    assert parse_options(SPEC.name, SPEC.options, {}) == TRTLLMMLAOptions(128)
-    assert parse_options(SPEC.name, SPEC.options, {"workspace_mib": "256"}) == TRTLLMMLAOptions(256)
+def test_workspace_of_no_bytes_is_refused() -> None:
+    """D3"""
     with raises_naming(UsageError, "workspace_mib=0"):
         parse_options(SPEC.name, SPEC.options, {"workspace_mib": "0"})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,9 @@ from attnplug import ForwardBatch, ForwardExtras, ForwardMode, Geometry
 from attnplug_conformance.case import LAYER
 from attnplug_conformance.padding import padded
 from attnplug_testing.kernel_scene import KernelScene
+
+SCALE = {"cpu": 1, "cuda": 8}
+"""Lengths of rows by device: the shortest splits have 16 rows on a CPU, and 128 on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -72,3 +76,28 @@ def assert_same_bits(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]
     for one, other in zip(first, second, strict=True):
         assert not one.isnan().any()
         assert torch.equal(one, other), f"{int((one != other).sum())} of {one.numel()} elements differ"
+
+
+def check_decoded_in_every_batch(stage: KernelScene) -> None:
+    """Check that a decoded row of the first of two requests, with 300 rows times ``SCALE``, has the same bits: alone,
+    with companions in any order, with padded requests, a wider page table, and bounds of lengths."""
+    chance = random.Random(3)
+    for length in (16, 300):
+        own = decode_span(0, length * SCALE[stage.device.type])
+        (alone,) = rows_of(stage, [own])
+        spans = [own, *(decode_span(request, chance.randint(1, stage.totals[request])) for request in (1, 0))]
+        chance.shuffle(spans)
+        assert_same_bits(alone, rows_of(stage, spans)[spans.index(own)])
+        assert_same_bits(alone, rows_of(stage, [own], exact=False, padding=2, columns=30)[0])
+
+
+def check_every_mode(stage: KernelScene, first: int, new: int) -> None:
+    """Check that rows from ``first`` times ``SCALE`` on of the same request have the same bits prefilled as a chunk, or
+    ``new`` of them with another request, verified, and decoded."""
+    scale = SCALE[stage.device.type]
+    (whole,) = rows_of(stage, [Span(0, first * scale, (300 - first) * scale)], ForwardMode.EXTEND)
+    modes = (ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY, ForwardMode.DECODE)
+    for before, count, mode in zip((first, 255, 299), (new, 3, 1), modes, strict=True):
+        found = rows_of(stage, [Span(1, 3, count), Span(0, before * scale, count)], mode)[1]
+        rows = slice((before - first) * scale, (before - first) * scale + count)
+        assert_same_bits((whole[0][rows], whole[1][rows]), found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -154,29 +154,26 @@ class BackendSchedule:
         return self._ranges(self._rounded(requests), self._rounded(tokens), ragged)
 
     def _find_ranges(self, requests: int, tokens: int, ragged: bool) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        ends, names = zip(*self._switches(requests, tokens, ragged), strict=True)
-        return ends, names
-
-    def _switches(self, requests: int, tokens: int, ragged: bool) -> Iterator[tuple[int, str]]:
         """Find the last length of each backend by bisection between measured lengths."""
         lengths = self._points.lengths(requests, tokens, ragged=ragged)
-        before, name = lengths[0], self._best(requests, lengths[0], tokens, ragged)
+        before, ends, names = lengths[0], list[int](), [self._best(requests, lengths[0], tokens, ragged)]
         for end in lengths[1:]:
             at_end = self._best(requests, end, tokens, ragged)
             # Log-log times are straight between two measured lengths: the fastest at both ends is fastest in between.
-            while name != at_end:
+            while names[-1] != at_end:
                 low, high, following = before, end, at_end
                 while high - low > 1:
                     middle = (low + high) // 2
                     best = self._best(requests, middle, tokens, ragged)
-                    if best == name:
+                    if best == names[-1]:
                         low = middle
                     else:
                         high, following = middle, best
-                yield low, name
-                before, name = high, following
+                ends.append(low)
+                names.append(following)
+                before = high
             before = end
-        yield sys.maxsize, name
+        return (*ends, sys.maxsize), tuple(names)
 
     def _best_within(self, requests: int, tokens: int, longest: int) -> str:
         rows = []

@@ -96,10 +96,7 @@ class AttnplugError(Exception):
         return f"{text} ({', '.join(others)})" if others else text
 
     def __str__(self) -> str:
-        text = self.message
-        for key in self.settings:
-            text = text.replace(f"`{key}`", key)
-        return text
+        return AttnplugError.format(self, lambda key: None)
 
 
 class UsageError(AttnplugError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast, overload
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -281,21 +281,23 @@ class Decoder(nn.Module):
 
 class ScaledDecoder(Decoder):
     """A decoder with factors on its embeddings and on its logits, which may be capped: ``cap * tanh(logits / cap)``
-    (Gemma, Granite)."""
+    (Gemma, Granite). ``parts`` are the arguments of :class:`Decoder`."""
 
-    embedding_factor = 1.0
-    logit_factor = 1.0
-    logit_cap: float | None = None
+    def __init__(
+        self, *parts: Any, embedding_factor: float, logit_factor: float = 1.0, logit_cap: float | None = None
+    ) -> None:
+        super().__init__(*parts)
+        self._embedding_factor, self._logit_factor, self._logit_cap = embedding_factor, logit_factor, logit_cap
 
     def begin(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, Rotation]:
         hidden, rotation = super().begin(input_ids, positions)
-        return hidden * self.embedding_factor, rotation
+        return hidden * self._embedding_factor, rotation
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits = super().logits(hidden)
-        if self.logit_factor != 1.0:
-            logits = logits.mul_(self.logit_factor)
-        return logits if self.logit_cap is None else (logits / self.logit_cap).tanh_().mul_(self.logit_cap)
+        if self._logit_factor != 1.0:
+            logits = logits.mul_(self._logit_factor)
+        return logits if self._logit_cap is None else (logits / self._logit_cap).tanh_().mul_(self._logit_cap)
 
 
 class _Tapped:

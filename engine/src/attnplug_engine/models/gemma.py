@@ -13,7 +13,7 @@ from attnplug.hf.config_keys import Config, ModelConfigError
 from attnplug_engine.models.decoder import Decoder, OutputNormBlock, ScaledDecoder, hidden_norm, norm_eps
 from attnplug_engine.models.grouped_attention import HeadNorms
 from attnplug_engine.models.layers import GATED_BY_GELU
-from attnplug_engine.models.rope import LayerRopes, Positions, Rope
+from attnplug_engine.models.rope import LayerRopes, Rope
 from attnplug_engine.models.softmax_decoder import make_attention, make_mlp, make_rope, softmax_decoder
 from attnplug_engine.models.weights import Weights
 
@@ -57,8 +57,10 @@ def _decoder(
         norms=norms,
         rope=None if ropes is None else lambda layer: 0 if layer.sliding_window is None else 1,
     )
-    rope: Positions | None = ropes
-    decoder = softmax_decoder(
+    # Rounded to the model's dtype, as in transformers: 55.5 instead of 55.4256 in bfloat16 for a width of 3072.
+    embedding_factor = torch.tensor(config.integer("hidden_size") ** 0.5, dtype=weights.dtype).item()
+    logit_cap = config.optional_number("final_logit_softcapping")
+    return softmax_decoder(
         weights,
         config,
         spec,
@@ -66,14 +68,10 @@ def _decoder(
         make_mlp(config, form=GATED_BY_GELU),
         norm=hidden_norm(config, zero_centred=True),
         block=partial(OutputNormBlock, norms_input=True),
-        rope=rope,
+        rope=ropes,
         activation=("hidden_activation", "gelu_pytorch_tanh"),
-        kind=ScaledDecoder,
+        kind=partial(ScaledDecoder, embedding_factor=embedding_factor, logit_cap=logit_cap),
     )
-    # Rounded to the model's dtype, as in transformers: 55.5 instead of 55.4256 in bfloat16 for a width of 3072.
-    decoder.embedding_factor = torch.tensor(config.integer("hidden_size") ** 0.5, dtype=weights.dtype).item()
-    decoder.logit_cap = config.optional_number("final_logit_softcapping")
-    return decoder
 
 
 def _rope(weights: Weights, config: Config, spec: ModelSpec, kind: str) -> Rope:

@@ -55,10 +55,9 @@ def granite(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
     bias, mlp = config.flag("attention_bias"), make_mlp(config, bias=config.flag("mlp_bias"))
     attention = make_attention(config, qkv_bias=bias, out_bias=bias)
     block = partial(ScaledBlock, weight=config.number("residual_multiplier"))
-    decoder = softmax_decoder(weights, config, spec, attention, mlp, block=block, kind=ScaledDecoder)
-    decoder.embedding_factor = config.number("embedding_multiplier")
-    decoder.logit_factor = 1.0 / config.number("logits_scaling")
-    return decoder
+    embedding_factor, logit_factor = config.number("embedding_multiplier"), 1.0 / config.number("logits_scaling")
+    kind = partial(ScaledDecoder, embedding_factor=embedding_factor, logit_factor=logit_factor)
+    return softmax_decoder(weights, config, spec, attention, mlp, block=block, kind=kind)
 
 
 def smollm3(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:

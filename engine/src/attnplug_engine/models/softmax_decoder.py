@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar, overload
 
 from torch import nn
 
@@ -24,39 +23,6 @@ MakeBlock = Callable[[Weights, MakeNorm, Attention, nn.Module], nn.Module]
 SILU = ("hidden_act", "silu")
 """Config key of the activation, and its supported value."""
 
-D = TypeVar("D", bound=Decoder)
-
-
-@overload
-def softmax_decoder(
-    weights: Weights,
-    config: Config,
-    spec: ModelSpec,
-    attention: MakeAttention,
-    mlp: MakeBlockMLP,
-    *,
-    norm: MakeNorm | None = ...,
-    block: MakeBlock = ...,
-    rope: Positions | None = ...,
-    activation: tuple[str, str] = ...,
-) -> Decoder: ...
-
-
-@overload
-def softmax_decoder(
-    weights: Weights,
-    config: Config,
-    spec: ModelSpec,
-    attention: MakeAttention,
-    mlp: MakeBlockMLP,
-    *,
-    norm: MakeNorm | None = ...,
-    block: MakeBlock = ...,
-    rope: Positions | None = ...,
-    activation: tuple[str, str] = ...,
-    kind: type[D],
-) -> D: ...
-
 
 def softmax_decoder(
     weights: Weights,
@@ -69,7 +35,7 @@ def softmax_decoder(
     block: MakeBlock = Block,
     rope: Positions | None = None,
     activation: tuple[str, str] = SILU,
-    kind: type[Decoder] = Decoder,
+    kind: Callable[..., Decoder] = Decoder,
 ) -> Decoder:
     """Build a decoder of equal blocks. By default they are Llama's: norms before attention and MLP, one rope."""
     check_activation(config, *activation)

@@ -177,19 +177,17 @@ def decode_delta(
     out: Tensor,
     *,
     overlap: bool,
-    tile_config: tuple[int, int] | None = None,
 ) -> None:
     """Advance both states of every request by one row and write ``out`` ``[tokens, heads * value_dim]``.
 
     Row n belongs to the n-th sequence, as in a decode. ``counters`` ``[requests * key_heads]`` int32 are zero before
-    and after. ``overlap`` uses programmatic dependent launch (SM 90 and newer). ``tile_config`` is the number of state
-    columns per load and the number of warps.
+    and after. ``overlap`` uses programmatic dependent launch (SM 90 and newer).
     """
     heads, key_dim, value_dim = states.shape[1:]
     weights = inputs.weights
     rows, decay, beta, gate = map(with_unit_stride, (inputs.rows, inputs.decay, inputs.beta, inputs.gate))
     block_k, whole_v = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
-    columns, warps = tile_config or _choose_tile(heads * varlen.rows, block_k, whole_v)
+    columns, warps = _choose_tile(heads * varlen.rows, block_k, whole_v)
     width, by_channel = weights.conv.shape[1], decay.dim() == 3
     # Left out where it is off, because the interpreter does not know it.
     launch = {"launch_pdl": True} if overlap else {}

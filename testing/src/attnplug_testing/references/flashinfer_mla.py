@@ -140,10 +140,10 @@ class ReferencePaged:
                 final[row_] = (weights[:, None] * part[where]).sum(0).to(out.dtype)
 
 
-def library_schedule(call: MLAPagedCall, clusters: int = 7) -> MLAWorkList:
+def library_schedule(call: MLAPagedCall) -> MLAWorkList:
     """A valid schedule of a captured call as the library might make it, in memory laid out as the library does it."""
     new, heads = int(call.lengths.qo_indptr[1]), call.heads
-    cluster_size = 2 if new * heads > 64 else 1
+    cluster_size, clusters = (2 if new * heads > 64 else 1), 7
     counts = [MAX_WORK_ITEMS] * 3 + [clusters * cluster_size] * 5 + [MAX_WORK_ITEMS] * 5 + [clusters + 1]
     offsets = [sum(4 * -(-count // 4) * 4 for count in counts[:number]) for number in range(len(counts))]
     memory = torch.zeros(offsets[-1] + 4 * counts[-1], dtype=torch.uint8)

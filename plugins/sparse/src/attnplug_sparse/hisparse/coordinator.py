@@ -39,11 +39,6 @@ class HotStatistics:
     def hit_rate(self) -> float | None:
         return 1 - self.loaded / self.read if self.read else None
 
-    @property
-    def moved_nbytes(self) -> int:
-        """Bytes copied, in both directions."""
-        return self.to_device_nbytes + self.to_host_nbytes
-
     def __str__(self) -> str:
         hits = "no rows read" if self.hit_rate is None else f"{self.hit_rate:.1%} of {self.read} rows hit"
         to_device, to_host = self.to_device_nbytes / 2**20, self.to_host_nbytes / 2**20

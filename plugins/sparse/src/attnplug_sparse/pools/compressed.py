@@ -75,12 +75,10 @@ def entry_shapes(layer: LayerSpec, page_size: int, drafts: int = 0, *, hosted: b
     return replace(entries, hosted=hosted), replace(entries, dim=layer.indexer.head_dim)
 
 
-def compressed_page_bytes(
-    layers: Sequence[LayerSpec], page_size: int, dtype: torch.dtype, drafts: int = 0, *, hosted: bool = False
-) -> int:
+def compressed_page_bytes(layers: Sequence[LayerSpec], page_size: int, dtype: torch.dtype, drafts: int = 0) -> int:
     """Return the bytes of one page in a ``CompressedPool``."""
     own = [layer for layer in layers if layer.compressed is not None]
-    shapes = (shape for layer in own for shape in entry_shapes(layer, page_size, drafts, hosted=hosted))
+    shapes = (shape for layer in own for shape in entry_shapes(layer, page_size, drafts))
     return dtype.itemsize * sum(shape.numbers for shape in shapes)
 
 
