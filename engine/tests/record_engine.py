@@ -29,13 +29,14 @@ if __name__ == "__main__":
     if (batches := settings.pop("prompts", None)) is not None:
         make = engine.Engine
 
-        def serve(*args: object, **named: object) -> None:
+        def serve(*args: object, **named: object) -> engine.Engine:
             """Take the place of the engine's constructor, because fake tensors live as long as their mode."""
             serving = make(*args, **named)
             names.clear()
             for lengths in batches:
                 prompts = [[(number + place) % 97 for place in range(each)] for number, each in enumerate(lengths)]
                 serving.generate(prompts, max_tokens=3)
+            return serving
 
         engine.Engine = serve
 

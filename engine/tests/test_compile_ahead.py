@@ -147,9 +147,11 @@ def test_no_kernel_depends_on_the_number_of_pages(tmp_path, model, backend):
 @pytest.mark.long
 @needs_triton
 def test_prompts_of_any_lengths_launch_what_a_start_up_launched(tmp_path):
-    """E1: also prefills that are not captured, of several prompts, with odd numbers of tokens."""
-    settings = {"attention_backend": "triton_mha", "max_batch": 5, "context_length": 256, "chunked_prefill_size": 128}
+    """E1: also prefills that are not captured, of several prompts, with odd numbers of tokens, and behind prefixes of
+    earlier prompts that are in the cache."""
+    settings = {"attention_backend": "triton_mha", "max_batch": 5, "context_length": 4096, "chunked_prefill_size": 128}
     prompts = [[70, 31], [3, 90], [7, 7, 9], [40, 41, 42], [100, 1, 2, 3, 4], [200, 9], [77], [119], [5] * 5]
+    prompts += [[3000, 3000], [3033, 3033], [3005], [3097], [2000], [3100]]
     late = recorded(tmp_path, "llama", cuda_graph_prefill_sizes=[16], prompts=prompts, **settings)
     assert not late
 

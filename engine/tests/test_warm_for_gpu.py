@@ -133,6 +133,7 @@ def test_options_reach_the_recording(attnplug, recorder, file, monkeypatch):
         {"memory": 0},
         {"properties": []},
         {"properties": {**PROPERTIES, "multi_processor_count": "132"}},
+        {"properties": {**PROPERTIES, "multi_processor_count": 0}},
         {"properties": {"name": "NVIDIA H200"}},
         {"target": ["hip", "gfx942", 64]},
         {"target": ["cuda", 100, 32]},
@@ -151,7 +152,9 @@ def test_a_wrong_description_is_one_line_with_the_remedy(attnplug, file, changes
     assert str(file) in outcome.err and "attnplug warm --describe-gpu" in outcome.err
 
 
-@pytest.mark.parametrize("content", [b"", b"H200", b"[]", b"3", b"\xff\xfe", None], ids=str)
+@pytest.mark.parametrize(
+    "content", [b"", b"H200", b"[]", b"3", b"\xff\xfe", b"[" * 99999, None], ids=lambda content: str(content)[:9]
+)
 @pytest.mark.usefixtures("never")
 def test_a_file_without_a_description_is_one_line_with_the_remedy(attnplug, file, content):
     file.unlink() if content is None else file.write_bytes(content)

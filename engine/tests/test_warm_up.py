@@ -63,7 +63,7 @@ def test_warm_up_covers_every_kind_of_step():
     alone = [1, 2, 4, 8, 15, 16, 17, 32]
     assert lengths[: len(alone) + 3] == [[64], *([tokens] for tokens in alone), [81], [64 + 8192 + 17]]
     decoding = [[17] * count for count in (1, 2, 4, 6)]
-    full_steps = [[32] * 2, [16] * 4, [10] * 6]
+    full_steps = [[32] * 2, [21] * 3, [12] * 5]
     equal = [[tokens] * count for count in (2, 4, 6) for tokens in (2, 4, 8, 16, 32) if count * tokens <= 64]
     longest = ((2, 63), (4, 61), (6, 59))
     different = [[tokens, *[1] * (count - 1)] for count, most in longest for tokens in (2, 4, 8, 16, 32, most)]
@@ -172,7 +172,7 @@ def test_the_warm_up_of_an_embedder_covers_every_kind_of_step():
     capacity = Capacity(100, 16, max_batch=6, max_step_tokens=64, context_length=100)
     lengths = [[len(prompt) for prompt in batch] for batch in embedding_batches(capacity, 64)]
     alone = [1, 2, 4, 8, 15, 16, 17, 32, 64, 100]
-    several = [[17] * 2, [32] * 2, [17] * 4, [16] * 4, [17] * 6, [10] * 6]
+    several = [[17] * 2, [17] * 4, [17] * 6, [32] * 2, [21] * 3, [12] * 5]
     different = [[4, *[1] * (count - 1)] for count in (2, 4, 6)]
     assert lengths[: len(alone) + len(several)] == [[tokens] for tokens in alone] + several
     assert all(kind in lengths for kind in different)

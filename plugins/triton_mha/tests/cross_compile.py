@@ -27,11 +27,12 @@ from attnplug_triton_mha.configurations import (
     MHAKernelLimits,
     fit_config,
     merge_config,
+    split_merge_config,
 )
 from attnplug_triton_mha.gluon_attention import CHUNK, MAX_BOX, attend_extend
 from attnplug_triton_mha.planner import padded
 from attnplug_triton_mha.triton_attention import attend as attend_kernel
-from attnplug_triton_mha.triton_merge import _FEW, _LOADED_SPLITS, _SPLIT_COLUMNS, _SPLIT_TOPS
+from attnplug_triton_mha.triton_merge import _FEW, _LOADED_SPLITS
 from attnplug_triton_mha.triton_merge import merge as merge_kernel
 from attnplug_triton_mha.triton_merge import merge_splits as merge_splits_kernel
 from attnplug_triton_mha.triton_plan import _plan
@@ -184,6 +185,7 @@ def merge(sm: int, cut: dict[str, Any], type: str, merging: MergeConfig, dim: in
 
 
 def merge_splits(sm: int, cut: dict[str, Any], type: str, dim: int = 128):
+    merging = split_merge_config(1, dim)
     constants = {
         "HEADS": KV_HEADS * GROUP,
         "GROUP": GROUP,
@@ -191,15 +193,15 @@ def merge_splits(sm: int, cut: dict[str, Any], type: str, dim: int = 128):
         "TILE_ROWS": GROUP,
         "V_DIM": dim,
         "V_WIDTH": 1 << (dim - 1).bit_length(),
-        "COLUMNS": _SPLIT_COLUMNS,
-        "BLOCK": _SPLIT_TOPS,
+        "COLUMNS": merging.columns,
+        "BLOCK": merging.parts,
         "LOADED": _LOADED_SPLITS,
         "SINKS": True,
         "LSE": True,
         "SCALED": True,
         "OVERLAP": cut["overlap"],
     }
-    options = {"num_warps": 1, "launch_pdl": cut["overlap"]}
+    options = {"num_warps": merging.warps, "launch_pdl": cut["overlap"]}
     return compiled(merge_splits_kernel, sm, constants, options, out=f"*{type}")
 
 

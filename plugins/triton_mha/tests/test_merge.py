@@ -95,11 +95,11 @@ class TestBatches:
     @pytest.mark.parametrize("new", [11, 40])
     def test_several_tiles_of_a_request(self, new, device):
         """The last tile is not full."""
-        check_separate(mha(((150, new), (0, new)), EXTEND, 16, 6, 2, 32), device, cut(programs=20))
+        check_separate(mha(((150, new), (0, new)), VERIFY, 16, 6, 2, 32), device, cut(programs=20))
 
     @on_every_device
     def test_tall_tiles(self, device):
-        check_separate(mha(((150, 50), (60, 50)), EXTEND, 16, 4, 2, 32), device, cut(tile=64, programs=9))
+        check_separate(mha(((150, 50), (60, 50)), VERIFY, 16, 4, 2, 32), device, cut(tile=64, programs=9))
 
     @on_every_device
     def test_trees(self, device):

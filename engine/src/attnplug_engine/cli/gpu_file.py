@@ -36,7 +36,7 @@ def read_gpu(path: str) -> GPU:
         given = json.loads(Path(path).read_text())
     except OSError as error:
         raise UsageError(f"--gpu {path} cannot be read: {error.strerror}; {_AGAIN}") from error
-    except ValueError as error:  # not JSON, or not text
+    except (ValueError, RecursionError) as error:  # not JSON, or not text, or nested too deeply
         raise UsageError(f"--gpu {path} is not JSON: {error}; {_AGAIN}") from error
     if (problem := _problem(given)) is not None:
         raise UsageError(f"--gpu {path} {problem}")
@@ -54,6 +54,8 @@ def _problem(given: Any) -> str | None:
         value = properties.get(name) if isinstance(properties, dict) else None
         if not isinstance(value, kind) or isinstance(value, bool):
             return f"does not describe a GPU: its property {name} is {value!r}; {_AGAIN}"
+    if (count := properties["multi_processor_count"]) < 1:
+        return f"does not describe a GPU: its property multi_processor_count is {count}; {_AGAIN}"
     if not isinstance(given["memory"], int) or given["memory"] <= 0:
         return f"does not describe a GPU: its memory is {given['memory']!r} bytes; {_AGAIN}"
     if target != ["cuda", sm := 10 * properties["major"] + properties["minor"], 32]:

@@ -108,9 +108,9 @@ def _list_kernels(
 
 
 def _capture(run: Callable[[], None]) -> Callable[[], None]:
-    """Run a function once instead of capturing it: a warm-up and a capture would launch the same kernels."""
+    """Run a function once instead of capturing it. Its replay launches the same kernels, so it does nothing."""
     run()
-    return run
+    return lambda: None
 
 
 def _seconds(run: Callable[[], None], _device: object, *, waits: bool) -> float:

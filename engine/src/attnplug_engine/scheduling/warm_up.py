@@ -11,6 +11,7 @@ _SHORT = 17
 _NEW_TOKENS = 4
 _LONG_PREFIX = 8192
 _FIRST_TOKEN = SamplingParams(1)
+_ONE_DECODE = SamplingParams(2)
 _GREEDY = SamplingParams(_NEW_TOKENS)
 _SAMPLED = SamplingParams(_NEW_TOKENS, temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=0, logprobs=2)
 
@@ -25,7 +26,7 @@ def warm_up_batches(capacity: Capacity) -> Iterator[list[Request]]:
     - a prompt of each power of two up to that, and prompts that end at a page's boundary;
     - a prompt with a short prefix in the cache, and one with a prefix that is long enough to be chunked (C1);
     - as many short prompts as each power of two, which decode greedily and sampled;
-    - full steps of as many prompts as each power of two;
+    - full steps of one prompt more than each power of two, which are as long as any of the next power;
     - as many prompts as each power of two, of equal and of different lengths, with few tokens and with many;
     - as many prompts as each power of four, which decode beside a full chunk of another one.
     """
@@ -52,10 +53,10 @@ def warm_up_batches(capacity: Capacity) -> Iterator[list[Request]]:
     for count in counts:
         yield decoding(count, short)
     if most > 1:
-        for count in counts[1:]:
-            yield [request(max(full // count, 1)) for _ in range(count)]
+        for lengths in _full_steps(most, full):
+            yield [request(tokens) for tokens in lengths]
         for lengths in _several_lengths(counts[1:], full):
-            yield [request(tokens, _GREEDY) for tokens in lengths]
+            yield [request(tokens, _ONE_DECODE) for tokens in lengths]
         for count in sorted({1 << power for power in range(0, most.bit_length(), 2)} - {most} | {most - 1}):
             yield [*decoding(count, short), request(min(2 * full + _SHORT, longest), _GREEDY)]
 
@@ -64,7 +65,7 @@ def embedding_batches(capacity: Capacity, step_tokens: int) -> Iterator[list[tup
     """Yield prompts to embed together, batch by batch. At most ``step_tokens`` tokens of several prompts run together.
 
     The batches are, in this order: a prompt of each power of two, at a page's boundary, and as long as the context;
-    then as many short prompts as each power of two, as many that fill a step, and as many of other lengths.
+    then as many short prompts as each power of two, one more than each that fill a step, and prompts of other lengths.
     """
     longest = min(capacity.context_length, capacity.num_pages * capacity.page_size)
     full, size = min(step_tokens, longest), capacity.page_size
@@ -75,9 +76,17 @@ def embedding_batches(capacity: Capacity, step_tokens: int) -> Iterator[list[tup
     counts = sorted({1 << power for power in range(1, most.bit_length())} | {most} - {1})
     for count in counts:
         yield [(0,) * min(_SHORT, full)] * count
-        yield [(0,) * max(full // count, 1)] * count
-    for lengths in _several_lengths(counts, full):
+    for lengths in (*_full_steps(most, full), *_several_lengths(counts, full)):
         yield [(0,) * tokens for tokens in lengths]
+
+
+def _full_steps(most: int, full: int) -> Iterator[list[int]]:
+    """Yield equal lengths of up to ``most`` prompts that fill a step.
+
+    Kernels are chosen by the next power of two of prompts. One prompt more than a power has the longest prompts.
+    """
+    for count in (1 + (1 << power) for power in range((most - 1).bit_length())):
+        yield [max(full // count, 1)] * count
 
 
 def _several_lengths(counts: Sequence[int], full: int) -> Iterator[list[int]]:
@@ -88,7 +97,7 @@ def _several_lengths(counts: Sequence[int], full: int) -> Iterator[list[int]]:
     """
     for count in (count for count in counts if count <= full):
         most = full - count + 1
-        for longest in (*(1 << power for power in range(1, 8)), 512, 2048, most):
+        for longest in (*(1 << power for power in range(1, 8)), 512, most):
             if longest * count <= full and longest < 128:
                 yield [longest] * count
             if 1 < longest <= most:

@@ -29,7 +29,7 @@ from attnplug_triton_mha.configurations import (
     max_partial_rows,
 )
 from attnplug_triton_mha.gluon_attention import GROUP_ROWS
-from attnplug_triton_mha.planner import SplitKVSchedule, TritonLayerShape, max_split_rows
+from attnplug_triton_mha.planner import BatchSizes, SplitKVSchedule, TritonLayerShape, max_split_rows
 from attnplug_triton_mha.scratch import SplitPartials, SplitScratch
 
 
@@ -73,7 +73,7 @@ class TritonMHABackend(PlannedAttention):
         if pool is None or not layers:
             raise PoolError(f"backend {context.name} requires a model with MHA layers and an MHA pool")
         self._choose = choose
-        self._device = context.device
+        self._device, self._max_context = context.device, context.limits.max_context
         self._caches = {layer.layer_id: KVLayerCache.of(pool, layer) for layer in layers}
         self._shapes = tuple({cache.shape: None for cache in self._caches.values()})
         self._limits: dict[TritonLayerShape, MHAKernelLimits] = {}
@@ -124,11 +124,12 @@ class TritonMHABackend(PlannedAttention):
     def _metadata(self, geometry: Geometry) -> TritonMHAMetadata:
         """Allocate a batch's schedules; ``_fill`` fills them."""
         schedules = {}
+        sizes = BatchSizes.of(geometry) if geometry.captured else BatchSizes.rounded(geometry, self._max_context)
         for shape in self._shapes:
-            config = self._config(shape, geometry)
+            config = self._config(shape, sizes, tree=geometry.tree is not None)
             scratch = self._scratch[geometry.lane]
             most = scratch.max_rows(shape.v_width) // shape.kv_heads
-            schedule = SplitKVSchedule.reserve(shape, config, geometry, self._multiprocessors, most)
+            schedule = SplitKVSchedule.reserve(shape, config, geometry, self._multiprocessors, most, sizes)
             rows = schedule.partial_rows * shape.kv_heads
             schedules[shape] = (
                 schedule,
@@ -139,16 +140,16 @@ class TritonMHABackend(PlannedAttention):
         padded = geometry.new_lens is not None and geometry.host is None
         return TritonMHAMetadata(geometry.page_table, geometry.tree, schedules, slots, barrier, padded)
 
-    def _config(self, shape: TritonLayerShape, geometry: Geometry) -> MHAKernelConfig:
-        rows = geometry.max_new * shape.group
+    def _config(self, shape: TritonLayerShape, sizes: BatchSizes, *, tree: bool) -> MHAKernelConfig:
+        rows = sizes.new * shape.group
         if invariant := self._invariant.get(shape):
             return next((each for each in invariant if rows <= each.tile), invariant[-1])
-        config = self._choose(rows, geometry.requests, shape.kv_heads, shape.format)
+        config = self._choose(rows, sizes.requests, shape.kv_heads, shape.format)
         limits = self._limits.get(shape)
         if limits is None:
             return config
         # ``gluon_attention`` does not read trees.
-        return fit_config(config, limits if geometry.tree is None else replace(limits, copied=False))
+        return fit_config(config, replace(limits, copied=False) if tree else limits)
 
     def _fill(self, metadata: TritonMHAMetadata, geometry: Geometry) -> None:
         slots = metadata.slots if geometry.slots is None else None

@@ -253,3 +253,15 @@ def merge_config(parts: int, rows: int, v_width: int, multiprocessors: int) -> M
     while columns > _MIN_COLUMNS and rows * (v_width // columns) < multiprocessors:
         columns //= 2
     return MergeConfig(at_once, columns, max(at_once * columns // (_MERGED_NUMBERS * 32), 1))
+
+
+_MANY_ROWS = 1024
+"""Rows from which ``merge_splits`` has one program each, since most of them have nothing to merge. Columns are
+independent, so this changes no bit."""
+_SPLIT_TOPS, _SPLIT_COLUMNS = 64, 64
+"""Splits whose largest logits ``merge_splits`` loads at once, and columns per program of one warp."""
+
+
+def split_merge_config(rows: int, v_width: int) -> MergeConfig:
+    """Return the configuration that merges splits at absolute positions."""
+    return MergeConfig(_SPLIT_TOPS, v_width if rows >= _MANY_ROWS else min(v_width, _SPLIT_COLUMNS), 1)

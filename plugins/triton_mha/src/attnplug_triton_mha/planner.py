@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug import BackendContext, Geometry, LayerSpec
+from attnplug import BackendContext, ForwardMode, Geometry, LayerSpec
 from attnplug_triton_mha.configurations import (
     PACKS,
     MergeConfig,
@@ -15,6 +15,7 @@ from attnplug_triton_mha.configurations import (
     max_parts,
     merge_config,
     merges_separately,
+    split_merge_config,
 )
 from attnplug_triton_mha.triton_plan import RECORD_NUMBERS, SPLIT_TILE_NUMBERS, TILE_NUMBERS, launch_plan
 from attnplug_triton_mha.triton_splits import SHORT_SPLITS, max_splits
@@ -26,6 +27,42 @@ _SPLIT_BYTES = 256 << 20
 128 columns use 170 MB, if each has 65536 cache rows."""
 _NEW_TOKENS = 4
 """New tokens per request for which partial results are allocated. With more tokens, tiles have fewer splits."""
+_FIXED_NEW = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
+"""Modes in which all batches of an engine have the same number of new tokens per request."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSizes:
+    """Sizes that kernels are chosen by: requests, new tokens of each, and cache rows that each may have.
+
+    ``uniform``: all requests have the same number of new tokens, so a separate kernel may merge splits.
+    """
+
+    requests: int
+    new: int
+    cache_rows: int
+    uniform: bool
+
+    @classmethod
+    def of(cls, geometry: Geometry) -> BatchSizes:
+        """Return a batch's own sizes."""
+        cache_rows = geometry.page_table.shape[1] * geometry.page_size
+        return cls(geometry.requests, geometry.max_new, cache_rows, geometry.new_lens is None)
+
+    @classmethod
+    def rounded(cls, geometry: Geometry, max_context: int) -> BatchSizes:
+        """Return the sizes of a batch that is not captured: powers of two, and the longest context. A warm-up runs
+        these, so that requests launch no other kernels (E1)."""
+        requests, uniform = _power_of_two(geometry.requests), geometry.new_lens is None
+        if geometry.mode in _FIXED_NEW:
+            return cls(requests, geometry.max_new, max_context, uniform)
+        # A warm-up runs one prompt of each length, but not several of each.
+        return cls(requests, _power_of_two(geometry.max_new), max_context, uniform and requests == 1)
+
+
+def _power_of_two(number: int) -> int:
+    """Return the next power of two."""
+    return 1 << max(number - 1, 0).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +138,10 @@ class SplitKVSchedule:
         geometry: Geometry,
         multiprocessors: int,
         most_partial_rows: int = 0,
+        sizes: BatchSizes | None = None,
     ) -> SplitKVSchedule:
-        """Allocate. ``most_partial_rows`` limits ``partial_rows`` of splits at absolute positions."""
+        """Allocate. ``most_partial_rows`` limits ``partial_rows`` of splits at absolute positions. The merge is chosen
+        by ``sizes``, or else by the batch's own."""
         group, tile, requests = layers.group, configuration.tile, geometry.requests
         uniform = geometry.new_lens is None
         if uniform:
@@ -112,12 +151,17 @@ class SplitKVSchedule:
         target = max(configuration.programs * multiprocessors // layers.kv_heads, 1)
         records = torch.empty(tiles + target, RECORD_NUMBERS, dtype=torch.int32, device=geometry.device)
         queries = geometry.max_new if uniform else 0
-        merge = cls._reserve_merge(layers, configuration, geometry, multiprocessors, tiles, target) if uniform else None
-        tile_rows = tile if not configuration.split else min(tile, geometry.max_new * group)
+        chosen_by = BatchSizes.of(geometry) if sizes is None else sizes
+        config = _merge_config(layers, configuration, chosen_by, multiprocessors, target) if uniform else None
+        merge = None
+        if config is not None:
+            numbers = SPLIT_TILE_NUMBERS if configuration.split else TILE_NUMBERS
+            merge = SeparateMerge(torch.empty(tiles, numbers, dtype=torch.int32, device=geometry.device), config)
+        tile_rows = tile if not configuration.split else min(tile, _power_of_two(chosen_by.new * group))
         if not configuration.split:
             partial_results = 2 * target  # a split tile has less than twice its share of splits
         elif uniform:
-            cache_rows = _cache_rows(layers, configuration, geometry)
+            cache_rows = _cache_rows(layers, configuration, BatchSizes.of(geometry).cache_rows)
             splits = max_splits(cache_rows, configuration.split, 0 if layers.window else SHORT_SPLITS.value)
             partial_results = min(min(tiles, target) * splits, max(most_partial_rows // tile_rows, 1))
         else:
@@ -125,25 +169,6 @@ class SplitKVSchedule:
         partial_rows = partial_results * tile_rows
         most = geometry.max_new
         return cls(layers, configuration, geometry.rows, queries, most, target, records, merge, partial_rows, tile_rows)
-
-    @staticmethod
-    def _reserve_merge(
-        layers: TritonLayerShape,
-        configuration: MHAKernelConfig,
-        geometry: Geometry,
-        multiprocessors: int,
-        tiles: int,
-        target: int,
-    ) -> SeparateMerge | None:
-        """Return the separate merge of a uniform batch, by its shape and page table width; ``None`` if a fused
-        merge is faster."""
-        cache_rows = _cache_rows(layers, configuration, geometry)
-        numbers = SPLIT_TILE_NUMBERS if configuration.split else TILE_NUMBERS
-        parts = max_parts(target, tiles, geometry.requests, -(-cache_rows // configuration.step))
-        if not configuration.split and not merges_separately(configuration, parts):
-            return None
-        config = merge_config(parts, geometry.rows * layers.kv_heads * layers.group, layers.v_width, multiprocessors)
-        return SeparateMerge(torch.empty(tiles, numbers, dtype=torch.int32, device=geometry.device), config)
 
     @property
     def merge_rows(self) -> int:
@@ -175,13 +200,32 @@ class SplitKVSchedule:
         )
 
 
-def _cache_rows(layers: TritonLayerShape, configuration: MHAKernelConfig, geometry: Geometry) -> int:
-    """Return the maximum cache rows of a tile, by the page table's width and the window."""
-    rows = geometry.page_table.shape[1] * geometry.page_size
-    if layers.window:
-        queries = (configuration.tile + layers.group - 2) // layers.group
-        rows = min(rows, layers.window + queries + (configuration.split or configuration.step))
-    return rows
+def _merge_config(
+    layers: TritonLayerShape, configuration: MHAKernelConfig, sizes: BatchSizes, multiprocessors: int, target: int
+) -> MergeConfig | None:
+    """Return the configuration of the separate merge; ``None`` if a fused merge is faster.
+
+    Splits at absolute positions are merged separately in every batch whose requests have equally many new tokens.
+    """
+    rows = sizes.requests * sizes.new * layers.kv_heads * layers.group
+    if configuration.split:
+        return split_merge_config(rows, layers.v_width)
+    if not sizes.uniform:
+        return None
+    tiles = sizes.requests * -(-sizes.new * layers.group // configuration.tile)
+    cache_rows = _cache_rows(layers, configuration, sizes.cache_rows)
+    parts = max_parts(target, tiles, sizes.requests, -(-cache_rows // configuration.step))
+    if not merges_separately(configuration, parts):
+        return None
+    return merge_config(parts, rows, layers.v_width, multiprocessors)
+
+
+def _cache_rows(layers: TritonLayerShape, configuration: MHAKernelConfig, cache_rows: int) -> int:
+    """Return the maximum cache rows of a tile, of the ``cache_rows`` that a request may have, by the window."""
+    if not layers.window:
+        return cache_rows
+    queries = (configuration.tile + layers.group - 2) // layers.group
+    return min(cache_rows, layers.window + queries + (configuration.split or configuration.step))
 
 
 def max_split_rows(
@@ -190,5 +234,5 @@ def max_split_rows(
     """Return the rows of ``width`` columns to allocate for partial results of splits at absolute positions."""
     limits = context.limits
     splits = max_splits(limits.max_context, configuration.split, 0 if layers.window else SHORT_SPLITS.value)
-    rows = min(configuration.tile, _NEW_TOKENS * layers.group) * layers.kv_heads
+    rows = min(configuration.tile, _power_of_two(_NEW_TOKENS * layers.group)) * layers.kv_heads
     return min(limits.max_requests * splits * rows, _SPLIT_BYTES // (4 * (2 + width)))

@@ -28,11 +28,6 @@ from attnplug_triton_mha.triton_splits import power_of_two
 
 LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = tl.constexpr(1.4426950408889634)
-_SPLIT_TOPS, _SPLIT_COLUMNS = 64, 64
-"""Splits whose largest logits ``merge_splits`` loads at once, and columns per program of one warp."""
-_MANY_ROWS = 1024
-"""Rows from which ``merge_splits`` has one program each, since most of them have nothing to merge. Columns are
-independent, so this changes no bit."""
 _LOADED_SPLITS = 16
 """Splits that ``merge_splits`` loads before it adds the first."""
 _FEW = 32
@@ -212,8 +207,7 @@ def launch_merge(
     configuration, shape, config = schedule.configuration, schedule.layers, merging.config
     heads = shape.kv_heads * shape.group
     if configuration.split:
-        columns = shape.v_width if schedule.rows * heads >= _MANY_ROWS else min(shape.v_width, _SPLIT_COLUMNS)
-        merge_splits[schedule.rows * heads, triton.cdiv(shape.v_dim, columns)](
+        merge_splits[schedule.rows * heads, triton.cdiv(shape.v_dim, config.columns)](
             partials.values,
             partials.weights,
             schedule.partial_rows,
@@ -229,14 +223,14 @@ def launch_merge(
             TILE_ROWS=schedule.tile_rows,
             V_DIM=shape.v_dim,
             V_WIDTH=shape.v_width,
-            COLUMNS=columns,
-            BLOCK=_SPLIT_TOPS,
+            COLUMNS=config.columns,
+            BLOCK=config.parts,
             LOADED=_LOADED_SPLITS,
             SINKS=sinks is not None,
             LSE=lse is not None,
             SCALED=scaled,
             OVERLAP=configuration.overlap,
-            num_warps=1,
+            num_warps=config.warps,
             **({"launch_pdl": True} if configuration.overlap else {}),
         )
         return

@@ -93,6 +93,7 @@ class TritonMLABackend(SparseAttention):
         self._format = first.format
         self._limits: MLAKernelLimits | None = None
         self._choose = choose
+        self._max_context = context.limits.max_context
         self._fixed: tuple[MLAKernelConfig, ...] = ()
         index = SparseIndex(context, multiprocessors=multiprocessors) if context.model.is_sparse else None
         if multiprocessors is None:
@@ -181,7 +182,8 @@ class TritonMLABackend(SparseAttention):
         ragged = geometry.new_lens is not None
         queries = geometry.max_new if geometry.mode in _FEW_NEW and not ragged else 0
         shape = BatchShape(requests, geometry.rows, queries, self._heads, self._page_size, pages)
-        tokens = pages * self._page_size
+        # A warm-up need not run long contexts in batches of every size that is not captured (E1).
+        tokens = pages * self._page_size if geometry.captured else self._max_context
         configuration = self._configuration(queries * self._heads, requests, tokens, tree=geometry.tree is not None)
         scratch = self._scratch[geometry.lane]
         schedule = MLASchedule.reserve(shape, configuration, self._multiprocessors, self._device, scratch.max_rows)
