@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from types import ModuleType
@@ -281,6 +282,19 @@ def test_the_command_checks_a_format_without_a_backend(capsys, monkeypatch):
     monkeypatch.setattr("attnplug_sparse.pools.scaled_rows.decode", torch.zeros_like)
     assert run(parse(on_cpu)) == 1
     assert "FAILED mla.round_trip" in capsys.readouterr().out
+
+
+def test_the_command_prints_nothing_of_a_codec(capsys, monkeypatch):
+    """D2"""
+    encode = sys.modules["attnplug_sparse.pools.scaled_rows"].encode
+
+    def printing(rows):
+        print("encoding")
+        return encode(rows)
+
+    monkeypatch.setattr("attnplug_sparse.pools.scaled_rows.encode", printing)
+    assert run(parse(["conform", "--kv-format", "fp8_ds_mla", "--device", "cpu", "--json"])) == 0
+    assert json.loads(capsys.readouterr().out)["format"] == "fp8_ds_mla"
 
 
 @pytest.mark.parametrize(
