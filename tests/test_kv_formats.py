@@ -164,6 +164,14 @@ def test_a_kernel_that_cannot_write_is_refused_before_weights_are_read(acme, mon
     assert "\n" not in str(error.value) and not capsys.readouterr().out
 
 
+def test_what_a_kernel_prints_is_no_output(acme, monkeypatch, capsys):
+    """D2"""
+    monkeypatch.setitem(ACME.kernels, "cpu", "acme_int8:kernel")
+    acme.kernel = lambda parts, scale: print("ready")
+    Engine("tiny:llama", **OPTIONS, kv_dtype="acme_int8")
+    assert not capsys.readouterr().out
+
+
 def test_a_draft_whose_rows_do_not_fit_is_named(acme):
     """E2"""
     draft = {"speculative_algorithm": "standalone", "speculative_draft_model": "tiny:llama"}

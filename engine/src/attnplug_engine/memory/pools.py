@@ -77,7 +77,8 @@ def build_pools(
     per layer; latent rows have that of keys. With ``hot``, latent rows, and entries that indexes select, are in host
     memory, and the pools of both hold hot buffers without such scales. Raises PoolError if memory does not suffice."""
     try:
-        return _build_pools(spec, capacity, dtype, kv_dtype, device, index_dtype, scales or {}, hot=hot)
+        with guarded():  # kernels of formats are made
+            return _build_pools(spec, capacity, dtype, kv_dtype, device, index_dtype, scales or {}, hot=hot)
     except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError, for CUDA a subclass
         needed = capacity.num_pages * bytes_per_page(
             spec, capacity.page_size, kv_dtype, dtype, index_dtype, drafts=capacity.nodes - 1
