@@ -132,6 +132,46 @@ def test_a_faulty_codec_or_kernel_is_refused_before_weights_are_read(
     assert "\n" not in str(error.value)
 
 
+class Writer:
+    """Kernel of a row format that a test may give other methods."""
+
+    def write(self, slots, rows):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("methods", "named"),
+    [
+        ({"write": lambda self, rows: None}, "positional arguments"),
+        ({"write": lambda self, slots, rows: sys.exit("no\ndevice")}, "SystemExit"),
+        ({"pair": lambda self, other: object()}, "'write'"),
+        ({"pair": lambda self, other: {}["two\nlines"]}, "KeyError"),
+        ({"pair": 3}, "not callable"),
+    ],
+)
+def test_a_kernel_that_cannot_write_is_refused_before_weights_are_read(acme, monkeypatch, methods, named, capsys):
+    """E2: in one line, and nothing that its package prints is part of the output."""
+
+    def kernel(parts, scale):
+        print("ready")
+        return type("Writer", (Writer,), methods)()
+
+    monkeypatch.setattr(prepare_module, "load_model", lambda *given, **settings: pytest.fail("weights were read"))
+    monkeypatch.setitem(ACME.kernels, "cpu", "acme_int8:kernel")
+    acme.kernel = kernel
+    with raises_naming(PluginError, "acme_int8", "cpu", named) as error:
+        Engine("tiny:llama", **OPTIONS, kv_dtype="acme_int8")
+    assert "\n" not in str(error.value) and not capsys.readouterr().out
+
+
+def test_what_a_kernel_prints_is_no_output(acme, monkeypatch, capsys):
+    """D2"""
+    monkeypatch.setitem(ACME.kernels, "cpu", "acme_int8:kernel")
+    acme.kernel = lambda parts, scale: print("ready")
+    Engine("tiny:llama", **OPTIONS, kv_dtype="acme_int8")
+    assert not capsys.readouterr().out
+
+
 def test_a_draft_whose_rows_do_not_fit_is_named(acme):
     """E2"""
     draft = {"speculative_algorithm": "standalone", "speculative_draft_model": "tiny:llama"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from types import ModuleType
@@ -101,6 +102,37 @@ def of_some(rows):
     return encode(rows)
 
 
+def of_two_heads(rows):
+    assert rows.shape[1] <= 2, "two heads at most"
+    return encode(rows)
+
+
+def by_head(rows):
+    return encode(rows * (1 + 1e-2 * torch.arange(rows.shape[1]).view(1, -1, 1)))
+
+
+def by_value(rows):
+    if rows.numel() and rows.max().item() > 1e30:
+        rows = rows.clamp(max=1e30)
+    return encode(rows)
+
+
+def with_table(parts):
+    return torch.tensor([*range(-128, 128)])[parts[0].int() + 128].float() * parts[1]
+
+
+def with_mask(parts):
+    rows = decode(parts)
+    rows[rows.isnan()] = 0.0  # this does not wait
+    return torch.where(rows.abs() > 1e30, rows[rows == 0].sum(), rows)
+
+
+def in_a_buffer(parts):
+    rows = decode(parts)
+    return _buffers.setdefault(rows.shape, rows).copy_(rows)
+
+
+_buffers: dict[torch.Size, torch.Tensor] = {}
 _noise = torch.Generator().manual_seed(0)
 CODECS = {
     "of_batch": {"encode": of_batch},
@@ -112,6 +144,12 @@ CODECS = {
     "in_place": {"encode": in_place},
     "of_contiguous": {"encode": of_contiguous},
     "of_some": {"encode": of_some},
+    "of_two_heads": {"encode": of_two_heads},
+    "by_head": {"encode": by_head},
+    "by_value": {"encode": by_value},
+    "with_table": {"decode": with_table},
+    "with_mask": {"decode": with_mask},
+    "in_a_buffer": {"decode": in_a_buffer},
     "no_zeros": {"decode": lambda parts: decode(parts) + (parts[0] == 0).float() * 1e-6},
 }
 MUTANTS = [
@@ -124,6 +162,11 @@ MUTANTS = [
     ("in_place", "inputs", "must not write"),
     ("of_contiguous", "inputs", "view size"),
     ("of_some", "inputs", "no rows"),
+    ("of_two_heads", "round_trip", "two heads"),
+    ("by_head", "independent", "another head's"),
+    ("by_value", "asynchronous", "_local_scalar_dense"),
+    ("with_table", "asynchronous", "lift_fresh"),
+    ("with_mask", "asynchronous", "index.Tensor"),
     ("by_order", "prefix", "prefix hit"),
     ("at_random", "prefix", "other bytes"),
 ]
@@ -153,6 +196,21 @@ def test_a_broken_format_fails_no_backend_that_claims_any(monkeypatch):
 
 def test_a_good_format_passes():
     assert failures(GOOD) == {}
+
+
+def test_a_decode_that_returns_its_buffer_again_is_caught():
+    """E2: of latent rows, too, which are read one after another."""
+    _buffers.clear()
+    assert "second read" in failures(replace(GOOD, codec="in_a_buffer", holds={"mla"}))["mla", "prefix"]
+
+
+def test_a_layers_scale_is_one_for_fp8(monkeypatch):
+    """E2: those of checkpoints are, so a format that clips values above 5 does not hold their rows."""
+    monkeypatch.setattr(sys.modules["good_int8"], "encode", lambda rows: (of_all(rows * 0.8)[0],))
+    monkeypatch.setattr(sys.modules["good_int8"], "decode", lambda parts: parts[0].float() / (31 * 0.8))
+    format = replace(GOOD, parts=(RowPart("int8"),), layer_scale=True, error=0.05)
+    assert {check for _, check in failures(format)} == {"magnitudes"}
+    assert "448" in failures(format)["mla", "magnitudes"]
 
 
 def test_an_error_that_is_declared_far_too_large_is_caught():
@@ -281,6 +339,19 @@ def test_the_command_checks_a_format_without_a_backend(capsys, monkeypatch):
     monkeypatch.setattr("attnplug_sparse.pools.scaled_rows.decode", torch.zeros_like)
     assert run(parse(on_cpu)) == 1
     assert "FAILED mla.round_trip" in capsys.readouterr().out
+
+
+def test_the_command_prints_nothing_of_a_codec(capsys, monkeypatch):
+    """D2"""
+    encode = sys.modules["attnplug_sparse.pools.scaled_rows"].encode
+
+    def printing(rows):
+        print("encoding")
+        return encode(rows)
+
+    monkeypatch.setattr("attnplug_sparse.pools.scaled_rows.encode", printing)
+    assert run(parse(["conform", "--kv-format", "fp8_ds_mla", "--device", "cpu", "--json"])) == 0
+    assert json.loads(capsys.readouterr().out)["format"] == "fp8_ds_mla"
 
 
 @pytest.mark.parametrize(

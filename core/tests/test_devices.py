@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -125,14 +126,21 @@ def no_driver() -> list[Processor]:
     raise OSError("no driver")
 
 
-@pytest.mark.parametrize("detect", [no_driver, lambda: ["Acme A2"], lambda: None])
-def test_a_plugin_that_cannot_list_its_devices_is_named_and_disturbs_no_other(install: Install, detect: Any) -> None:
-    """D2"""
+def exiting() -> NoReturn:
+    print("no driver")
+    os._exit(3)
+
+
+@pytest.mark.parametrize("detect", [no_driver, lambda: ["Acme A2"], lambda: None, sys.exit, exiting])
+def test_a_plugin_that_cannot_list_its_devices_is_named_and_disturbs_no_other(
+    install: Install, detect: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """D2: and what it prints is not part of a command's output."""
     point = install(also(module(), attnplug_devices=[DeviceSpec("acme", detect)]))
     registry = load_registry([EMBEDDED, point], {})
     with pytest.warns(PluginWarning, match=r"device acme \(fast-attention 1.2.3\)"):
         assert registry.processors("acme") == ()
-    assert len(registry.processors("cpu")) == 1
+    assert len(registry.processors("cpu")) == 1 and not capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,7 +84,9 @@ def codec(monkeypatch: pytest.MonkeyPatch) -> Codec:
         ({"codec": "acme int8"}, ["acme int8"]),
         ({"rope": "bf16"}, ["bf16", "bfloat16"]),
         ({"layer_scale": 1}, ["layer_scale", "1"]),
+        ({"codec": True}, ["codec True"]),
         ({"page_multiple": 0}, ["page_multiple"]),
+        ({"page_multiple": 65537}, ["page_multiple", "65537", "1 to 65536"]),
         ({"rope": "int8"}, ["rope", "int8", "bfloat16"]),
         ({"codec": None, "parts": (RowPart("float8_e5m2"),)}, ["codec", "bfloat16, float16, float32"]),
         ({"codec": None, "parts": (RowPart("int8"),)}, ["codec"]),
@@ -315,7 +317,10 @@ def test_a_kernel_of_the_device_writes_rows(codec: Codec, monkeypatch: pytest.Mo
         pool = MHAPool([LAYER], **SIZE, dtype=replace(format, kernels=kernels))
         pool.write(0, slots, rows, rows[..., :4])
         assert pool.read_keys(0, slots).any()
-    for wrong, named in (("missing", "missing"), ("__name__", format.codec), ("no_kernel", "write(slots, rows)")):
+    sys.modules[format.codec or ""].__dict__["returned"] = lambda parts, scale: Kernel
+    sys.modules[format.codec or ""].__dict__["no_method"] = lambda parts, scale: SimpleNamespace(write=None)
+    wrongs = [(name, "write(slots, rows)") for name in ("no_kernel", "returned", "no_method")]
+    for wrong, named in (("missing", "missing"), ("__name__", format.codec), *wrongs):
         with raises_naming(PluginError, "acme_int8", named or "") as error:
             MHAPool([LAYER], **SIZE, dtype=replace(format, kernels={"cpu": f"{format.codec}:{wrong}"}))
         assert "\n" not in str(error.value)

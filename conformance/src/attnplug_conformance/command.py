@@ -88,13 +88,16 @@ def _conform_format(parsed: argparse.Namespace) -> int:
         raise UsageError(f"--kv-format {parsed.kv_format} checks a format without a backend; leave out {other}")
     from attnplug.cli import output
     from attnplug.host import load_registry
+    from attnplug.registry.loading import guarded
 
     registry = load_registry()
     format = registry.kv_format(parsed.kv_format, "kv_format")
     from attnplug.machine.runtime import open_device  # imports torch, which takes seconds
     from attnplug_conformance.format_checks import check_format
 
-    results = list(check_format(format, open_device(parsed.device, registry.device)[0]))
+    device = open_device(parsed.device, registry.device)[0]
+    with guarded():  # what a codec prints must not end up in our output
+        results = list(check_format(format, device))
     failed = [result for result in results if result.message]
     for result in failed:
         print(f"FAILED {result.kind}.{result.check}: {result.message}", file=sys.stderr if parsed.json else None)

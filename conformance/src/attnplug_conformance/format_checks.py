@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnplug import AttentionKind, KVFormat, LayerSpec, MHAPool, MLAPool
 from attnplug.declare.errors import AttnplugError, describe_error
@@ -23,6 +25,7 @@ from attnplug_conformance.stored_rows import StoredRows
 
 _PAGES = 6
 _LAYER = 3
+_LARGEST_SCALED = 448
 _EXAGGERATED, _FINE = 10, 0.01
 """A declared error is at most ``_EXAGGERATED`` times the measured one, or at most ``_FINE``."""
 
@@ -38,7 +41,8 @@ class _IndexKeys(RowPool):
 class FormatScene:
     """A pool in a format with one layer, and random rows that are written to scattered slots.
 
-    Rows of kind ``mha`` have 4 heads: two of keys and two of values.
+    Rows of kind ``mha`` have 6 heads: three of keys and three of values. Declarations are tried with two, so that a
+    codec for one number of heads is found.
     """
 
     def __init__(
@@ -50,13 +54,13 @@ class FormatScene:
         scale: float = 1.0,
     ) -> None:
         self.format, self.kind, self.device, self.scale = format, kind, device, scale
-        self.page_size, group = 4 * format.page_multiple, format.group
-        width, self.rope, self.heads = group * max(1, 64 // group), 0, 4 if kind == "mha" else 1
+        self.page_size, group = format.page_multiple * -(-4 // format.page_multiple), format.group
+        width, self.rope, self.heads = group * max(1, 64 // group), 0, 6 if kind == "mha" else 1
         if kind == "mla":
             self.rope = group * -(-16 // group) if format.rope is None else 16
         self.width = width + self.rope
         pool: type[MHAPool | RowPool] = MHAPool if kind == "mha" else MLAPool if kind == "mla" else _IndexKeys
-        self.layer = LayerSpec(_LAYER, AttentionKind.MHA, 2, 2, width, width, 1.0)
+        self.layer = LayerSpec(_LAYER, AttentionKind.MHA, 3, 3, width, width, 1.0)
         if kind == "mla":
             dims = MLADims(width, 16, self.rope)
             self.layer = LayerSpec(_LAYER, AttentionKind.MLA, 2, 2, 32, 16, 1.0, mla=dims)
@@ -159,8 +163,18 @@ def _round_trip(scene: FormatScene) -> None:
 
 
 def _magnitudes(scene: FormatScene) -> None:
-    """Formats with scales of their own hold rows of any magnitude; those without are given the layer's scale."""
+    """Formats with scales of their own hold rows of any magnitude; those without are given the layer's scale.
+
+    Checkpoints have scales for fp8, which divide the largest value of a layer to at most 448.
+    """
     slots = scene.slots(20)
+    if scene.format.layer_scale:
+        rows = scene.rows(20)
+        rows *= _LARGEST_SCALED * scene.scale / rows.abs().max()
+        scene.write(slots, rows)
+        if not (error := _error(scene.read(slots), rows)) <= scene.format.error:
+            held = f"rows whose largest value is {_LARGEST_SCALED} times the layer's scale, as those of a checkpoint,"
+            raise CheckFailure(f"{held} are read back with an error of {error:.2g}; it declares {scene.format.error}")
     own = any(part.per != 1 for part in scene.format.parts[1:]) and not scene.format.layer_scale
     sizes = torch.tensor([2.0**-10, 1.0, 2.0**10] if own else [1.0]).repeat(20)[:20].view(-1, 1, 1).to(scene.device)
     rows = scene.rows(20) * sizes
@@ -216,6 +230,42 @@ def _inputs(scene: FormatScene) -> None:
         scene.write(slots[:0], rows[:0])
 
 
+class _Waiting(TorchDispatchMode):
+    """Note operations that need values on the host, or that copy a constant from it. A GPU would wait for them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if operation is torch.ops.aten.index.Tensor:  # by integers, a lookup; by booleans, a selection
+            waits = any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+        elif operation is torch.ops.aten.lift_fresh.default:
+            waits = args[0].dim() > 0
+        else:
+            waits = not _WAITING_TAGS.isdisjoint(operation.tags)
+        if waits:
+            self.found.add(str(operation))
+        return operation(*args, **kwargs or {})
+
+
+_WAITING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+def _asynchronous(scene: FormatScene) -> None:
+    """Codecs run once before, so that constants which they keep have been made."""
+    rows = scene.rows(12)
+    for name, run in (("encode", partial(scene.stored.encode, rows)), ("decode", scene.stored.decode)):
+        given = () if name == "encode" else (scene.stored.encode(rows),)
+        run(*given)
+        with _Waiting() as waiting:
+            run(*given)
+        if waiting.found:
+            raise CheckFailure(f"{name} waits for the device, or copies constants to it: {', '.join(waiting.found)}")
+
+
 def _independent(scene: FormatScene) -> None:
     slots, rows = scene.slots(12), scene.rows(12)
     scene.write(slots, rows)
@@ -237,6 +287,9 @@ def _independent(scene: FormatScene) -> None:
         scene.write(slots, other)
         if not torch.equal(scene.read(slots)[:, head - 1], together[:, head - 1]):
             raise CheckFailure("writing one head changes what is read for another: they share a scale")
+    scene.write(slots, rows.flip(1))
+    if not torch.equal(scene.read(slots).flip(1), together):
+        raise CheckFailure("a row is read differently as another head's: ranks that share the heads would differ")
 
 
 def _copies(scene: FormatScene) -> None:
@@ -264,6 +317,9 @@ def _prefix(scene: FormatScene) -> None:
     again = scene.read(slots.view(4, 4)).flatten(0, 1)
     if not torch.equal(again, whole) or not torch.equal(scene.read(slots.flip(0)).flip(0), whole):
         raise CheckFailure("the same rows are read differently in another order or shape: a prefix hit would differ")
+    first, second = (scene.stores[0].read(part) for part in (slots[:8], slots[8:]))
+    if not torch.equal(torch.cat((first, second)), whole[:, : first.shape[1]]):
+        raise CheckFailure("a second read changes the rows of the first: decode must return a new tensor")
 
 
 def _bytes(scene: FormatScene) -> None:
@@ -304,6 +360,7 @@ FORMAT_CHECKS: dict[str, tuple[str, Callable[[FormatScene], None]]] = {
     "magnitudes": ("rows of any magnitude are held, outliers give no NaN", _magnitudes),
     "padding": ("slots of -1, and by kernels those outside the pool, are not written", _padding),
     "inputs": ("rows are written from views, in any number, and stay as they are given", _inputs),
+    "asynchronous": ("encode and decode do not wait for the device", _asynchronous),
     "independent": ("rows, heads and their scales do not influence one another", _independent),
     "copies": ("copied pages and moved rows keep their scales", _copies),
     "prefix": ("reused rows are equal bit by bit, however they were written and are read", _prefix),

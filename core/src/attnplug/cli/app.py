@@ -211,8 +211,8 @@ def _add_options(command: str, parser: argparse.ArgumentParser) -> None:
     text = "compute capability, 90 for 9.0, of a GPU that may be absent (default: that of the first GPU)"
     parser.add_argument("--sm", type=int, metavar="90", help=text)
     parser.add_argument("--dtype", metavar="DTYPE", help="element type of activations (default: the model's)")
-    text = "element type of a sparse model's index keys (default: as --dtype)"
-    parser.add_argument("--index-dtype", metavar="DTYPE", help=text)
+    text = "format of a sparse model's index keys (default: as --dtype)"
+    parser.add_argument("--index-dtype", metavar="FORMAT", help=text)
     parser.add_argument("--speculative-tokens", type=int, default=0, metavar="N", help="draft tokens per step")
     text = "branches of a draft; drafts with more than 1 are trees"
     parser.add_argument("--speculative-topk", type=int, default=1, metavar="K", help=text)

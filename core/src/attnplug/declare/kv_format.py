@@ -11,7 +11,7 @@ from attnplug.declare.device import DEVICE_NAME
 from attnplug.declare.errors import PluginError, Setting, UsageError
 from attnplug.declare.installed import DOTTED
 from attnplug.declare.model import LayerSpec, ModelSpec
-from attnplug.declare.problem import DType
+from attnplug.declare.problem import LARGEST_PAGE, DType
 from attnplug.declare.reading import boolean, dictionary, names, several
 
 ROW_KINDS = frozenset({"mha", "mla", "index"})
@@ -96,8 +96,8 @@ class KVFormat:
             yield f"dtypes {unknown} are unknown; known are {', '.join(_NBYTES)}"
         if self.rope is not None and str(self.rope) not in PLAIN_FORMATS:
             yield f"rope {self.rope!r} must be one of {', '.join(sorted(PLAIN_FORMATS))}, or None"
-        if wrong := [per for per in (*pers, self.page_multiple) if type(per) is not int or per < 1]:
-            yield f"per (or None for one element per row) and page_multiple must be whole numbers from 1, not {wrong}"
+        if wrong := [per for per in (*pers, self.page_multiple) if type(per) is not int or not 0 < per <= LARGEST_PAGE]:
+            yield f"per (None: one element per row) and page_multiple must be from 1 to {LARGEST_PAGE}, not {wrong}"
         if not isinstance(self.error, float | int) or not 0 <= self.error < 1:
             yield f"error {self.error!r} must be a relative error from 0, below 1"
         if not self.holds or not self.holds <= ROW_KINDS:
@@ -105,7 +105,7 @@ class KVFormat:
         plain = self.parts in [(RowPart(each),) for each in PLAIN_FORMATS] and self.rope is None
         if self.codec is None and (self.layer_scale or not plain):
             yield f"without a codec it is one part of {', '.join(sorted(PLAIN_FORMATS))}, no more; give the codec"
-        if self.codec is not None and not re.fullmatch(DOTTED, str(self.codec)):
+        if self.codec is not None and (type(self.codec) is not str or not re.fullmatch(DOTTED, self.codec)):
             yield f"codec {self.codec!r} must be a module, 'package.module'"
         for device, target in self.kernels.items():
             if not (DEVICE_NAME.fullmatch(str(device)) and re.fullmatch(rf"{DOTTED}:{DOTTED}", str(target))):

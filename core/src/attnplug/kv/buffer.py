@@ -278,8 +278,7 @@ def load_codec(format: KVFormat, width: int) -> ModuleType:
             raise PluginError(f"encode returned {', '.join(found)}; the parts of these rows are {', '.join(wanted)}")
         read = codec.decode(parts)
         if read.shape != rows.shape or read.dtype not in (torch.float32, torch.bfloat16):
-            given = f"decode returned {read.dtype} {list(read.shape)}"
-            raise PluginError(f"{given}; it must return float32 or bfloat16 {list(rows.shape)}")
+            raise PluginError(f"decode returned {read.dtype} {[*read.shape]}; give float32 or bfloat16 {[*rows.shape]}")
         if bool(read.isfinite().logical_not().any()):
             raise PluginError("decode returned NaN or infinity for rows whose values are from -2 to 2")
     except (Exception, SystemExit) as error:
@@ -374,7 +373,7 @@ def format_kernel(format: KVFormat, parts: Sequence[Tensor], scale: float, devic
         return None
     try:
         kernel: RowKernel | None = pkgutil.resolve_name(target)(parts, scale)
-        if kernel is not None and not hasattr(kernel, "write"):
+        if kernel is not None and (isinstance(kernel, type) or not callable(getattr(kernel, "write", None))):
             raise PluginError(f"it returned {kernel!r}; return None, or an object with write(slots, rows)")
     except (Exception, SystemExit) as error:
         raise PluginError(f"KV format {format}: kernel {target}: {describe_error(error).splitlines()[0]}") from error

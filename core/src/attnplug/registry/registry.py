@@ -36,7 +36,7 @@ from attnplug.declare.spec import Provided, Registered, Source
 from attnplug.declare.version import contract_problem
 from attnplug.hf.config_keys import TINY, TINY_CONFIGS, ModelConfigError
 from attnplug.machine.hardware import CPU, CUDA
-from attnplug.registry.loading import Broken, Loaded, canonical_name, find_entry_points, load_plugin
+from attnplug.registry.loading import Broken, Loaded, canonical_name, find_entry_points, guarded, load_plugin
 
 Claim = TypeVar("Claim", bound=Registered | Provided[Any])
 
@@ -110,8 +110,9 @@ class Registry:
         if (found := self.devices.get(device or "")) is None:
             return ()
         try:
-            return tuple(of_type("detect", one, Processor, "a Processor") for one in found.value.detect())
-        except Exception as error:
+            with guarded():
+                return tuple(of_type("detect", one, Processor, "a Processor") for one in found.value.detect())
+        except (Exception, SystemExit) as error:
             text = f"device {device} ({found.source}) is not detected: {describe_error(error)}"
             warnings.warn(text, PluginWarning, stacklevel=2)
             return ()

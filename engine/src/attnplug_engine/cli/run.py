@@ -67,7 +67,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     roles = (Role.PREFILL, Role.DECODE, Role.LINEAR, Role.DRAFT)
     add_serving_options(parser, roles, chunked_prefill_size=None, seeded="sampling and of random weights")
     parser.add_argument(
-        "--index-dtype", metavar="DTYPE", help="element type of a sparse model's index keys (default: as --dtype)"
+        "--index-dtype", metavar="FORMAT", help="format of a sparse model's index keys (default: as --dtype)"
     )
     parser.add_argument("--num-pages", type=int, metavar="N", help="pages of the cache (default: by memory)")
     parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt from its first token")

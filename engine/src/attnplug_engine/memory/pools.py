@@ -8,10 +8,12 @@ from typing import TypedDict
 import torch
 
 from attnplug import AttentionKind, DType, KVFormat, LayerSpec, MHAPool, MLAPool, ModelSpec, PoolError
+from attnplug.declare.errors import AttnplugError, PluginError, describe_error
 from attnplug.host import KVPools, installed_format
-from attnplug.kernels import CacheKey
+from attnplug.kernels import CacheKey, RowPool
 from attnplug.kv.pools import KeyedCache
 from attnplug.linear import LinearStatePool
+from attnplug.registry.loading import guarded
 from attnplug_engine.memory.capacity import Capacity, HotBytes, bytes_per_page, bytes_per_state, hot_layers, own_dtype
 from attnplug_sparse.hisparse import HOST_ENTRIES, HOST_ROWS, HOT_ENTRIES, HiSparse, HostRows, HotPool
 from attnplug_sparse.pools import COMPRESSED, INDEX_KEYS, CompressedPool, IndexKeyPool
@@ -30,11 +32,33 @@ def check_codecs(
 ) -> None:
     """Run the codecs of the formats of rows and index keys once for every width, and make their kernels for one page.
 
-    Raises PluginError if one cannot be imported, or contradicts its declaration.
+    On the CPU the kernels also write a row of padding. Raises PluginError if a codec or kernel cannot be imported,
+    raises, or contradicts its declaration.
     """
-    for pool, held in ((MHAPool, format), (MLAPool, format), (IndexKeyPool, index_format)):
-        if held is not None and held.codec is not None and any(map(pool.serves, layers)):
-            pool(layers, num_pages=1, page_size=held.page_multiple, dtype=held, device=device)
+    kinds: tuple[tuple[type[MHAPool | RowPool], KVFormat | None], ...]
+    kinds = (MHAPool, format), (MLAPool, format), (IndexKeyPool, index_format)
+    for pool, held in kinds:
+        if held is None or held.codec is None or not any(map(pool.serves, layers)):
+            continue
+        try:
+            with guarded():
+                made = pool(layers, num_pages=1, page_size=held.page_multiple, dtype=held, device=device)
+                if device.type in held.kernels and device.type == "cpu":  # on a GPU this would compile them
+                    _write_padding(made)
+        except AttnplugError:
+            raise
+        except (Exception, SystemExit) as error:
+            cause = describe_error(error).splitlines()[0]
+            raise PluginError(f"KV format {held}: its kernel for {device.type}: {cause}") from error
+
+
+def _write_padding(pool: MHAPool | RowPool) -> None:
+    first = torch.zeros(1, dtype=torch.int64)
+    for layer_id in pool.layer_ids:
+        if isinstance(pool, MHAPool):
+            pool.write(layer_id, first - 1, *pool.read(layer_id, first))
+        else:
+            pool.write(layer_id, first - 1, pool.read_rows(layer_id, first))
 
 
 def build_pools(
@@ -53,7 +77,8 @@ def build_pools(
     per layer; latent rows have that of keys. With ``hot``, latent rows, and entries that indexes select, are in host
     memory, and the pools of both hold hot buffers. Raises PoolError if memory does not suffice."""
     try:
-        return _build_pools(spec, capacity, dtype, kv_dtype, device, index_dtype, scales or {}, hot=hot)
+        with guarded():  # kernels of formats are made
+            return _build_pools(spec, capacity, dtype, kv_dtype, device, index_dtype, scales or {}, hot=hot)
     except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError, for CUDA a subclass
         needed = capacity.num_pages * bytes_per_page(
             spec, capacity.page_size, kv_dtype, dtype, index_dtype, drafts=capacity.nodes - 1
