@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +20,7 @@ from attnplug_engine.options import EngineOptions
 
 PROPERTIES = {"name": "NVIDIA H200", "major": 9, "minor": 0, "multi_processor_count": 132}
 H200 = GPU(PROPERTIES, 140 << 30, ("cuda", 90, 32))
-VERSIONS = {name: version(name).partition("+")[0] for name in ("torch", "triton")}
+HERE = {"cpu": platform.machine()} | {name: version(name).partition("+")[0] for name in ("torch", "triton")}
 EVENTS = [
     {"found": 1},
     {"found": 2},
@@ -34,7 +35,7 @@ CHOSEN = {"role": "prefill", "backend": "triton_mha"}
 @pytest.fixture
 def file(tmp_path) -> Path:
     path = tmp_path / "h200.json"
-    path.write_text(json.dumps(asdict(H200) | VERSIONS))
+    path.write_text(json.dumps(asdict(H200) | HERE))
     return path
 
 
@@ -85,6 +86,15 @@ def test_it_compiles_what_a_start_up_on_that_gpu_looks_for(attnplug, recorder, f
         assert text in outcome.out
     serving = AheadRequest("tiny:llama", EngineOptions(max_batch=4), H200, 1, 8, num_pages=99)
     assert fill_cache(serving) == AheadReport() and (tmp_path / "started").read_text() == "x"
+
+
+def test_another_cpu_architecture_does_not_find_it(attnplug, recorder, file, monkeypatch, tmp_path):
+    """E1: Triton's cache keys depend on its build, so a folder that two architectures share has both kernels."""
+    recorder(*EVENTS, CHOSEN, {"finished": 3})
+    assert attnplug("warm", "--model", "tiny:llama", "--gpu", str(file)).code == 0
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    fill_cache(AheadRequest("tiny:llama", EngineOptions(), H200, 1, 2))
+    assert (tmp_path / "started").read_text() == "xx"
 
 
 def test_it_records_again_although_it_was_done(attnplug, recorder, file, tmp_path):
@@ -138,6 +148,7 @@ def test_options_reach_the_recording(attnplug, recorder, file, monkeypatch):
         {"target": ["hip", "gfx942", 64]},
         {"target": ["cuda", 100, 32]},
         {"target": "cuda"},
+        {"cpu": "riscv64"},
         {"torch": "2.1.0"},
         {"triton": "3.1.0"},
         {"more": 1},
@@ -146,7 +157,7 @@ def test_options_reach_the_recording(attnplug, recorder, file, monkeypatch):
 )
 @pytest.mark.usefixtures("never")
 def test_a_wrong_description_is_one_line_with_the_remedy(attnplug, file, changes):
-    file.write_text(json.dumps(asdict(H200) | VERSIONS | changes))
+    file.write_text(json.dumps(asdict(H200) | HERE | changes))
     outcome = attnplug("warm", "--model", "tiny:llama", "--gpu", str(file))
     assert outcome.code == 2 and outcome.err.count("\n") == 1
     assert str(file) in outcome.err and "attnplug warm --describe-gpu" in outcome.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from dataclasses import asdict
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -20,14 +21,15 @@ _AGAIN = "write it with `attnplug warm --describe-gpu FILE` on a machine with th
 
 
 def describe_gpu() -> dict[str, Any]:
-    """Describe this machine's current GPU, and the versions that its kernels are compiled for. Raises UsageError."""
+    """Describe this machine's current GPU, and the versions and CPU for which its kernels are cached. Raises
+    UsageError."""
     if not torch.cuda.is_available():
         raise UsageError(
             f"--describe-gpu: torch {torch.__version__} finds no GPU here; run it on a machine with the GPU"
         )
     if torch.version.hip is not None:
         raise UsageError("--describe-gpu describes NVIDIA GPUs only; compile for this one on its own machine")
-    return asdict(GPU.of(torch.device("cuda"))) | _versions()
+    return asdict(GPU.of(torch.device("cuda"))) | {"cpu": platform.machine()} | _versions()
 
 
 def read_gpu(path: str) -> GPU:
@@ -45,7 +47,7 @@ def read_gpu(path: str) -> GPU:
 
 def _problem(given: Any) -> str | None:
     """Return why a file's content cannot be used, and what to do."""
-    keys = {"properties", "memory", "target", *_versions()}
+    keys = {"properties", "memory", "target", "cpu", *_versions()}
     if not isinstance(given, dict) or given.keys() != keys:
         found = ", ".join(sorted(given)) if isinstance(given, dict) else type(given).__name__
         return f"does not describe a GPU: it has {found or 'nothing'}, not {', '.join(sorted(keys))}; {_AGAIN}"
@@ -60,6 +62,11 @@ def _problem(given: Any) -> str | None:
         return f"does not describe a GPU: its memory is {given['memory']!r} bytes; {_AGAIN}"
     if target != ["cuda", sm := 10 * properties["major"] + properties["minor"], 32]:
         return f"has Triton's target {target!r}; only NVIDIA GPUs are supported, here ['cuda', {sm}, 32]; {_AGAIN}"
+    if given["cpu"] != platform.machine():
+        return (
+            f"describes the GPU of a machine with CPU {given['cpu']}, which does not use what Triton compiles on "
+            f"{platform.machine()}; compile on {given['cpu']}, or {_AGAIN} and CPU {platform.machine()}"
+        )
     for name, here in _versions().items():
         if given[name] != here:
             return (

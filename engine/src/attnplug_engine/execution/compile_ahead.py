@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import pickle
+import platform
 import signal
 import subprocess
 import sys
@@ -240,7 +241,7 @@ def _marker(request: AheadRequest) -> Path:
 
 
 def _digest(request: AheadRequest) -> str:
-    """Return a hash of what kernels depend on: the model's config, options, GPU and versions."""
+    """Return a hash of what cached kernels depend on: the model's config, options, GPU, CPU architecture, versions."""
     path = Path(request.model)
     config = path / "config.json" if path.is_dir() else path
     content = request.model if request.model.startswith(TINY) or not config.is_file() else config.read_text()
@@ -251,7 +252,7 @@ def _digest(request: AheadRequest) -> str:
     # Not the local version: "+cpu" and "+cu129" are builds of one torch.
     found = ((each.name, each.version.partition("+")[0]) for each in distributions() if _is_versioned(each.name))
     versions = sorted({f"{name} {version}" for name, version in found})
-    known = repr((content, options, gpu, request.ranks, versions))
+    known = repr((content, options, gpu, platform.machine(), request.ranks, versions))
     return hashlib.sha256(known.encode()).hexdigest()[:24]
 
 
