@@ -55,6 +55,8 @@ MUTANTS = [
         ("page_numbers", *_split("geometry.page_table[0, 0] % 2")),
         ("contiguous_pages", *_split("(geometry.page_table[0, :3].diff() == 1).sum() == 2")),
         ("shared_pages", *_split("geometry.requests > 1 and geometry.page_table[0, 0] == geometry.page_table[1, 0]")),
+        ("cascade_over_a_shared_prefix",
+         *_split("geometry.requests >= 8 and (geometry.page_table[:, 0] == geometry.page_table[0, 0]).all()")),
         ("bounds", *_split("geometry.host is None")),
         ("typical_lengths", *_split("geometry.typical is not None")),
         ("slot_mapping", *_split("geometry.slots is not None")),

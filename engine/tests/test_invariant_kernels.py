@@ -40,6 +40,16 @@ def test_products(shape: tuple[int, int]) -> None:
     assert (found - F.linear(x, weight, bias)).abs().max() < 1e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(64, 1026), (100, 514), (2, 72), (12, 16)])
+def test_products_of_16_bits(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """E3: oneDNN sums in other blocks with 128 rows or more. Terms cancel, because rounding would hide it."""
+    half = shape[1] // 2
+    weight, x = random(shape[0], half, dtype=dtype), random(300, half, dtype=dtype, seed=2)
+    weight, x = torch.cat((weight, -weight), 1), torch.cat((x, x), 1)
+    same_alone(lambda rows: F.linear(rows, weight), x)
+
+
 def test_products_by_head() -> None:
     weight = random(3, 24, 40)
     same_alone(
@@ -162,6 +172,7 @@ def blocks_of_32(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
             torch.mm(x.float(), weight.float().t(), out=out)
 
     monkeypatch.setattr(invariant_gemm, "LIBRARY_ROWS", 32)
+    monkeypatch.setattr(invariant_gemm, "_ALIGNED", 64)  # by torch's allocator for a CPU
     monkeypatch.setattr(invariant_gemm, "_multiply", by_torch)
     monkeypatch.setattr(invariant_gemm, "_agreeing", {})
     return multiplied
@@ -209,17 +220,45 @@ def test_a_library_that_sums_in_another_order_is_not_used(device, blocks_of_32, 
     monkeypatch.setattr(invariant_gemm, "_multiply", in_halves)
     dtype = torch.bfloat16 if device == "cuda" else torch.float16
     x, weight = random(64, 520, device=device, dtype=dtype), random(512, 520, device=device, dtype=dtype, seed=1)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    if device == "cuda":
-        invariant_gemm.invariant_gemm(x, weight)
-        assert not invariant_gemm._agreeing and not blocks_of_32
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     whole = invariant_gemm.invariant_gemm(x, weight)
     assert list(invariant_gemm._agreeing.values()) == [False] and len(blocks_of_32) == 2
     for start in (0, 16, 48):
         assert torch.equal(invariant_gemm.invariant_gemm(x[start : start + 16], weight), whole[start : start + 16])
     invariant_gemm.invariant_gemm(x, weight)
     assert len(blocks_of_32) == 2
+
+
+@pytest.mark.parametrize("device", BY_KERNEL)
+def test_the_library_runs_only_as_it_was_compared(device, blocks_of_32, monkeypatch) -> None:
+    """E3: its kernel may depend on the alignment of a matrix, on torch's settings, and on a capture."""
+    from attnplug_engine.kernels import invariant_gemm
+
+    def rows_of_library(x: Tensor) -> int:
+        blocks_of_32.clear()
+        invariant_gemm.invariant_gemm(x, weight)
+        assert all(one.data_ptr() % 64 == 0 for one in blocks_of_32)
+        return sum(one.shape[0] for one in blocks_of_32)
+
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    x = random(64, 40, device=device, dtype=dtype)
+    weight = random(48, 40, device=device, dtype=dtype, seed=1)
+    monkeypatch.setattr(torch, "equal", lambda *_: True)
+    assert rows_of_library(x) == 32 + 64  # compared, then used
+    buffer = torch.empty(x.numel() + 8, device=device, dtype=dtype)
+    assert rows_of_library(buffer[8:].view(64, 40).copy_(x)) == 64
+    settings = torch.backends.cuda.matmul
+    settings.allow_bf16_reduced_precision_reduction ^= True
+    try:
+        assert rows_of_library(x) == 32 + 64
+    finally:
+        settings.allow_bf16_reduced_precision_reduction ^= True
+    if device == "cuda":
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert rows_of_library(x) == 0
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    buffer = torch.empty(weight.numel() + 8, device=device, dtype=dtype)
+    weight = buffer[8:].view(48, 40).copy_(weight)
+    assert rows_of_library(x) == 0
 
 
 @pytest.mark.parametrize("device", [DEVICES[1]])

@@ -126,6 +126,7 @@ class Schedules:
             if self.paged:
                 alike = ((step.before, new),)
                 varied += [{"width": 30}, {"ahead": alike, "behind": alike, "shared": True}]
+                varied.append({"ahead": 4 * alike, "behind": 4 * alike, "shared": True})  # cascades begin at 8
             if self.bounds:
                 varied += [
                     {"exact": False, "width": 30},

@@ -88,6 +88,12 @@ _TILES = (512, 128, 32, 16)
 multiple of 64 bytes, because MKL's code depends on the alignment. A call with 16 rows takes about as long as one with
 4; 32 rows take half as long per row (measured with MKL on a Xeon)."""
 _ALIGNED = 64
+_FEWEST_TERMS = 64
+"""Fewest terms of the sums in a larger tile: the order of a few terms seldom shows."""
+_COMPARED, _MOST_DRAWS = 1 << 18, 64
+"""Sums that a comparison has, in up to so many tiles. Orders that differ in one term show in one of 1,000."""
+_DRAWN = 256
+"""Most columns that are drawn for a comparison; a matrix with more repeats them."""
 _agreeing: dict[tuple[object, ...], bool] = {}
 
 
@@ -138,16 +144,48 @@ def _tile(turned: Tensor, tile: Tensor) -> Tensor:
 
 
 def _agrees(matrix: Tensor, size: int) -> bool:
-    """Return True if a tile of ``size`` rows gives every row the bits that the smallest tile gives it.
+    """Return True if a tile of ``size`` rows gives every row the bits that the smallest tile gives it, at any place.
 
-    Computed once per shape, by multiplying equal rows. MKL with 64 rows or more sums a long dimension in other blocks.
+    Computed once per shape. MKL with 64 rows or more sums a long dimension in other blocks, and so does oneDNN with
+    16-bit numbers.
     """
+    least, (inputs, outputs) = _TILES[-1], matrix.shape[-2:]
+    if size > least and inputs < _FEWEST_TERMS:
+        return False
     key = (matrix.shape, matrix.stride(), matrix.dtype, size, torch.get_num_threads())
     if key not in _agreeing:
-        row = torch.randn(matrix.shape[-2], generator=torch.Generator().manual_seed(0)).to(matrix)
-        smallest, found = (_tile(matrix.mT, row.expand(*matrix.shape[:-2], rows, -1)) for rows in (_TILES[-1], size))
-        _agreeing[key] = bool((found == smallest[..., :1, :]).all())
+        draws = min(_COMPARED // (size * outputs + 1) + 1, _MOST_DRAWS)
+        rows, factor = cancelling(draws * (size if size > least else 2), matrix)
+        if size > least:
+            tiles = ([_tile(factor.mT, part) for part in rows.split(each, -2)] for each in (size, least))
+            _agreeing[key] = torch.equal(*(torch.cat(each, -2) for each in tiles))
+        else:
+            equal = (_tile(factor.mT, row.expand(*row.shape[:-2], least, -1)) for row in rows.split(1, -2))
+            _agreeing[key] = all(bool((tile == tile[..., :1, :]).all()) for tile in equal)
     return _agreeing[key]
+
+
+def cancelling(count: int, matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``count`` random rows ``[..., count, inputs]``, and a random matrix with the shape, strides and dtype of
+    ``matrix [..., inputs, outputs]``. In products with every other row, each term has an opposite.
+
+    Such a sum is 0 but for its rounding errors, so that its bits show its order. Rounding to 16 bits hides the order of
+    other sums: only a few of 10,000 differ.
+    """
+    *leading, inputs, outputs = matrix.shape
+    seed = torch.Generator(matrix.device).manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=matrix.dtype, device=matrix.device, generator=seed)
+
+    rows, columns = drawn(*leading, count, inputs), drawn(inputs, min(outputs, _DRAWN))
+    first, second = torch.randperm(inputs, device=matrix.device, generator=seed)[: inputs // 2 * 2].view(2, -1)
+    rows[..., ::2, second], columns[second] = rows[..., ::2, first], -columns[first]
+    factor = written = torch.empty_strided(matrix.shape, matrix.stride(), dtype=matrix.dtype, device=matrix.device)
+    for dim, stride in enumerate(matrix.stride()):
+        written = written if stride else written.narrow(dim, 0, 1)  # of an expanded dimension there is one
+    written.copy_(columns[:, torch.arange(written.shape[-1], device=matrix.device) % _DRAWN])
+    return rows, factor
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

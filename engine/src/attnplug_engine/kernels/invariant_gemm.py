@@ -12,7 +12,9 @@ end. Here they depend on the shape of the matrix only.
 
 cuBLAS multiplies thousands of rows faster, and its kernels also sum in steps of 16, but it chooses them by the number
 of rows. So it multiplies blocks of a constant number of rows, if it gives them the same bits as this kernel. That is
-compared once for each shape of a matrix, when it is first used, on random numbers.
+compared once for each shape of a matrix, when it is first used. cuBLAS also chooses by strides, the alignment of
+pointers, torch's settings, and perhaps by a capture of the stream. So its matrices are always contiguous and aligned,
+other settings are compared again, and captures use this kernel alone.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug_engine.kernels import launch_options, one_instruction, shared_memory
 from attnplug_engine.kernels.gemm_epilogue import finish
+from attnplug_engine.kernels.invariant import cancelling
 
 _PROGRAMS, _MOST_PARTS, _SHORTEST_PART = 132, 8, 512
 """Number of programs that the parts of a matrix are to fill, whatever the GPU has, so that bits do not depend on it;
@@ -38,8 +41,10 @@ _GROUP = 8
 """Row tiles whose programs run together, so that they share the matrix in the L2 cache."""
 LIBRARY_ROWS = 2048
 """Rows that cuBLAS multiplies at once."""
+_ALIGNED = 256
+"""Alignment of all matrices in bytes. cuBLAS distinguishes alignments up to this one."""
 _agreeing: dict[tuple[object, ...], bool] = {}
-"""True if cuBLAS gives rows the bits of this kernel, by shape of the matrix."""
+"""True if cuBLAS gives rows the bits of this kernel, by shape of the matrix and torch's settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +203,7 @@ def invariant_gemm(
     done = 0
     if rows >= LIBRARY_ROWS and tile is None and _agrees(x, weight, out.dtype, gated=gated):
         x, done = x.contiguous(), rows - rows % LIBRARY_ROWS
+        x = x if x.data_ptr() % _ALIGNED == 0 else x.clone()
         for first in range(0, done, LIBRARY_ROWS):
             block = slice(first, first + LIBRARY_ROWS)
             _by_library(x[block], weight, bias, None if onto is None else onto[block], out[block], gated=gated)
@@ -281,25 +287,35 @@ def _finish_sums(sums: Tensor, bias: Tensor | None, onto: Tensor | None, out: Te
 def _agrees(x: Tensor, weight: Tensor, dtype: torch.dtype, *, gated: bool) -> bool:
     """Return True if cuBLAS gives ``LIBRARY_ROWS`` rows the bits of this kernel.
 
-    Not compared during a capture, which is preceded by a warm-up. Sums in another order differ in a few of 10,000
-    elements after rounding to bfloat16, so millions of random elements show it.
+    Terms of every other row cancel, so that the bits of a sum show its order. Scales differ too: a kernel may flush
+    denormal numbers. cuBLAS knows neither values nor what is added, so other numbers have no influence.
     """
-    if x.dtype is torch.float32 or not one_instruction(x.device):
+    if x.dtype is torch.float32 or not one_instruction(x.device) or weight.data_ptr() % _ALIGNED:
         return False
-    key = (weight.shape, x.dtype, dtype, gated, x.device)
+    tunes = getattr(torch._C, "_cuda_tunableop_is_enabled", bool)  # absent from builds for CPUs
+    if x.is_cuda and (torch.cuda.is_current_stream_capturing() or tunes()):
+        return False
+    key = (weight.shape, x.dtype, dtype, gated, x.device, *_library_settings())
     if key not in _agreeing:
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            return False
-        seed = torch.Generator(x.device).manual_seed(0)
-        rows, matrix = (
-            torch.randn(count, x.shape[1], device=x.device, generator=seed).to(x.dtype)
-            for count in (LIBRARY_ROWS, weight.shape[0])
-        )
+        rows, matrix = cancelling(LIBRARY_ROWS, weight.t())
+        rows[2::4] *= 2.0**10
+        rows[3::4] *= 4 * torch.finfo(x.dtype).tiny
         own, found = torch.empty(2, LIBRARY_ROWS, weight.shape[0] >> gated, dtype=dtype, device=x.device).unbind()
-        _by_kernel(rows, matrix, None, None, own, _tile(LIBRARY_ROWS, x, gated=gated), gated=gated)
-        _by_library(rows, matrix, None, None, found, gated=gated)
+        _by_kernel(rows, matrix.t(), None, None, own, _tile(LIBRARY_ROWS, x, gated=gated), gated=gated)
+        _by_library(rows, matrix.t(), None, None, found, gated=gated)
         _agreeing[key] = torch.equal(own, found)
     return _agreeing[key]
+
+
+def _library_settings() -> tuple[object, ...]:
+    """Return the settings of torch by which a product of 16-bit numbers has another kernel or another precision."""
+    matmul = torch.backends.cuda.matmul
+    return (
+        torch.backends.cuda.preferred_blas_library(),
+        matmul.allow_fp16_accumulation,
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+    )
 
 
 def _tile(rows: int, x: Tensor, *, gated: bool) -> InvariantTile:
