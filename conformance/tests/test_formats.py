@@ -247,6 +247,18 @@ class Writer:
             part[slots[live] // size, slots[live] % size] = cells[live]
 
 
+@pytest.mark.parametrize(
+    ("pair", "message"), [(3, "not callable"), (lambda self, values: {}["two\nlines"], "KeyError")]
+)
+def test_a_kernel_without_a_usable_pair_is_one_line(pair, message, monkeypatch):
+    """E2"""
+    kernel = type("Paired", (Writer,), {"pair": pair})
+    monkeypatch.setattr(sys.modules["good_int8"], "make", lambda parts, scale: kernel(parts), raising=False)
+    with pytest.raises(PluginError, match=rf"good_int8.*mha.*{message}") as error:
+        failures(replace(GOOD, kernels={"cpu": "good_int8:make"}))
+    assert "\n" not in str(error.value)
+
+
 class Pair:
     def __init__(self, keys, values):
         self.keys, self.values = keys, values

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnplug import AttentionKind, KVFormat, LayerSpec, MHAPool, MLAPool
-from attnplug.declare.errors import AttnplugError, describe_error
+from attnplug.declare.errors import AttnplugError, PluginError, describe_error
 from attnplug.host import MLADims
 from attnplug.kernels import PageCopy, RowFormat, RowPool
 from attnplug.kv.buffer import PagedBuffer
@@ -391,7 +391,13 @@ def check_format(format: KVFormat, device: torch.device) -> Iterator[FormatResul
     """
     scale = 0.25 if format.layer_scale else 1.0
     for kind in sorted(format.holds):
-        FormatScene(format, kind, device, scale=scale)
+        try:
+            FormatScene(format, kind, device, scale=scale)
+        except AttnplugError:
+            raise
+        except Exception as error:  # of a kernel's ``pair``
+            reason = describe_error(error).splitlines()[0]
+            raise PluginError(f"KV format {format.name}: pools of {kind} rows: {reason}") from error
         for name, (requirement, run) in FORMAT_CHECKS.items():
             message = ""
             try:
