@@ -98,6 +98,11 @@ class TestErrors:
         with pytest.raises(UsageError, check=having(settings=("attention_backend", "linear_attention_backend"))):
             Engine("tiny:mamba2", attention_backend="torch_native", device="cpu")
 
+    def test_format_of_a_kv_cache_where_there_is_none(self):
+        """D3"""
+        with pytest.raises(UsageError, check=having("float8_e4m3fn", settings=("kv_dtype",))):
+            Engine("tiny:mamba2", kv_dtype="float8_e4m3fn", device="cpu")
+
     def test_state_slots_of_a_model_without_states(self):
         with pytest.raises(UsageError, check=having(2, settings=("state_slots",))):
             Engine("tiny:llama", state_slots=2, device="cpu")

@@ -280,6 +280,12 @@ def _check_model(spec: ModelSpec, options: EngineOptions, device: torch.device) 
             f"to {spec.context_length}, or change the model's rope scaling in its config",
             settings=[Setting.CONTEXT_LENGTH],
         )
+    if options.kv_dtype is not None and not spec.full_layers:
+        raise UsageError(
+            f"`{Setting.KV_DTYPE}` {options.kv_dtype} is given, but {spec.name} has linear layers only, and no KV "
+            "cache; leave it out",
+            settings=[Setting.KV_DTYPE],
+        )
     if options.batch_invariant and device.type == "cuda" and not usable(device):
         raise UsageError(
             "`batch_invariant` multiplies matrices by Triton kernels on a GPU, and Triton is not installed; install "
