@@ -126,9 +126,9 @@ def on_each_rank(
 
 
 def check_division(parsed: argparse.Namespace, size: int, *, is_embedding: bool = False) -> None:
-    """Raise if no backend can serve the model on ``size`` ranks, before any is started and without torch.
+    """Raise if no backend can serve the model on ``size`` ranks, before any is started.
 
-    Device, dtypes and weights are checked by the ranks.
+    Device, dtypes and weights are checked by the ranks. torch is imported only to name other numbers of ranks.
     """
     request = backend_request(parsed)
     # The draft is another model.
