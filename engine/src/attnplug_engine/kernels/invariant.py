@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from attnplug_engine.kernels.cancelling_terms import cancelling
+
 _state = threading.local()
 
 
@@ -92,8 +94,6 @@ _FEWEST_TERMS = 64
 """Fewest terms of the sums in a larger tile: the order of a few terms seldom shows."""
 _COMPARED, _MOST_DRAWS = 1 << 18, 64
 """Sums that a comparison has, in up to so many tiles. Orders that differ in one term show in one of 1,000."""
-_DRAWN = 256
-"""Most columns that are drawn for a comparison; a matrix with more repeats them."""
 _agreeing: dict[tuple[object, ...], bool] = {}
 
 
@@ -163,29 +163,6 @@ def _agrees(matrix: Tensor, size: int) -> bool:
             equal = (_tile(factor.mT, row.expand(*row.shape[:-2], least, -1)) for row in rows.split(1, -2))
             _agreeing[key] = all(bool((tile == tile[..., :1, :]).all()) for tile in equal)
     return _agreeing[key]
-
-
-def cancelling(count: int, matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``count`` random rows ``[..., count, inputs]``, and a random matrix with the shape, strides and dtype of
-    ``matrix [..., inputs, outputs]``. In products with every other row, each term has an opposite.
-
-    Such a sum is 0 but for its rounding errors, so that its bits show its order. Rounding to 16 bits hides the order of
-    other sums: only a few of 10,000 differ.
-    """
-    *leading, inputs, outputs = matrix.shape
-    seed = torch.Generator(matrix.device).manual_seed(0)
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=matrix.dtype, device=matrix.device, generator=seed)
-
-    rows, columns = drawn(*leading, count, inputs), drawn(inputs, min(outputs, _DRAWN))
-    first, second = torch.randperm(inputs, device=matrix.device, generator=seed)[: inputs // 2 * 2].view(2, -1)
-    rows[..., ::2, second], columns[second] = rows[..., ::2, first], -columns[first]
-    factor = written = torch.empty_strided(matrix.shape, matrix.stride(), dtype=matrix.dtype, device=matrix.device)
-    for dim, stride in enumerate(matrix.stride()):
-        written = written if stride else written.narrow(dim, 0, 1)  # of an expanded dimension there is one
-    written.copy_(columns[:, torch.arange(written.shape[-1], device=matrix.device) % _DRAWN])
-    return rows, factor
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -29,8 +29,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug_engine.kernels import launch_options, one_instruction, shared_memory
+from attnplug_engine.kernels.cancelling_terms import cancelling
 from attnplug_engine.kernels.gemm_epilogue import finish
-from attnplug_engine.kernels.invariant import cancelling
 
 _PROGRAMS, _MOST_PARTS, _SHORTEST_PART = 132, 8, 512
 """Number of programs that the parts of a matrix are to fill, whatever the GPU has, so that bits do not depend on it;
