@@ -26,8 +26,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnplug_engine.kernels.cancelling_terms import cancelling
-
 _state = threading.local()
 
 
@@ -154,6 +152,8 @@ def _agrees(matrix: Tensor, size: int) -> bool:
         return False
     key = (matrix.shape, matrix.stride(), matrix.dtype, size, torch.get_num_threads())
     if key not in _agreeing:
+        from attnplug_engine.kernels.cancelling_terms import cancelling
+
         draws = min(_COMPARED // (size * outputs + 1) + 1, _MOST_DRAWS)
         rows, factor = cancelling(draws * (size if size > least else 2), matrix)
         if size > least:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnplug_engine.checkpoints.safetensors import WeightSource
 from attnplug_engine.models.weights import WeightRows, Weights
+from attnplug_engine.parallel.collectives import FirstRank
 from attnplug_engine.quantization.mxfp4 import Mxfp4
 from attnplug_engine.quantization.scheme import QuantizedWeight
 
@@ -19,23 +20,8 @@ _MOST_ALLOCATED = 1 << 22
 seconds, and models compute with small tensors only."""
 
 
-class FirstRank:
-    """Rank 0 of ``size``, without collectives. All ranks raise the same ParallelError."""
-
-    rank = 0
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
-        raise NotImplementedError
-
-
 class WeightShapes(Weights):
-    """Weights of rank 0 of ``ranks``, with any values. Raises ParallelError like ``Weights``.
+    """Weights of rank 0 of ``ranks``, with any values. Raises ParallelError like ``Weights``, and all ranks the same.
 
     Nothing is read but the dtypes of tensors, which say what is quantized. Large tensors have no memory. There is no
     head: any number of ranks can divide it.

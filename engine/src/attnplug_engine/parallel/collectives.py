@@ -90,6 +90,21 @@ SINGLE: TensorParallel = SingleProcess()
 """The whole model in one process."""
 
 
+class FirstRank:
+    """Rank 0 of ``size`` ranks. Collectives return tensors of the right shape without communication."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        return torch.cat([tensor] * self.size, dim)
+
+
 class RankOrder:
     """Ranks whose tensors are summed in the order of the ranks, whatever their size.
 

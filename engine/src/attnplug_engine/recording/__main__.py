@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from attnplug import Geometry, LayerSpec, Problem, Role
 from attnplug.contract.backend import AttentionBackend
@@ -26,6 +26,7 @@ from attnplug_engine.execution.runner import ModelRunner
 from attnplug_engine.graphs import prefill
 from attnplug_engine.kernels import invariant
 from attnplug_engine.options import EmbedOptions
+from attnplug_engine.parallel.collectives import FirstRank
 from attnplug_engine.prepare import Prepared, prepare
 from attnplug_engine.recording.backends import skip_kernels
 from attnplug_engine.recording.fake_gpu import FakeOperations, fake_gpu
@@ -75,7 +76,7 @@ def start(request: AheadRequest, report: Report) -> None:
         return backend
 
     with fake_gpu(request.gpu):
-        parallel, options = _FirstRank(request.ranks), replace(request.options, device="cuda")
+        parallel, options = FirstRank(request.ranks), replace(request.options, device="cuda")
         for owner, name, replacement in (
             *_REPLACED,
             (assembly, "build_backend", build_backend),
@@ -167,21 +168,6 @@ def _kernel_shape(layer: nn.Module) -> tuple[object, ...]:
 
 def _attention_of(module: nn.Module) -> list[LayerSpec]:
     return [replace(value, layer_id=0) for value in vars(module).values() if isinstance(value, LayerSpec)]
-
-
-class _FirstRank:
-    """Rank 0 of ``size`` ranks. Collectives return tensors of the right shape without communication."""
-
-    rank = 0
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
-        return torch.cat([tensor] * self.size, dim)
 
 
 _warm_up = start_up.warm_up
