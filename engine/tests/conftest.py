@@ -364,3 +364,17 @@ def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     if request.param == "interpreted":
         monkeypatch.setattr(kernels, "usable", lambda _x: True)
     return "cuda" if request.param == "cuda" else "cpu"
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let every engine run on a backend whose captured steps run the same calls again (``captured_prefills``)."""
+    from captured_prefills import AnyLinear
+    from refilled_native import AnyBatch, build
+
+    def use(kind: Any = AnyBatch, linear: Any = AnyLinear) -> None:
+        build_native = functools.partial(build, kind=kind, linear=linear)
+        monkeypatch.setattr("attnplug_engine.execution.runner.build_selection", build_native)
+
+    use()
+    return use
