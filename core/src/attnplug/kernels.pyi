@@ -25,9 +25,11 @@ from attnplug.kv.row_pool import held_for as held_for
 from attnplug.machine.runtime import on_host as on_host
 from attnplug.machine.runtime import to_device as to_device
 from attnplug.mla.attention import merge_partial as merge_partial
+from attnplug.torch_native.attention import RowTiles as RowTiles
 from attnplug.torch_native.attention import Softmax as Softmax
 from attnplug.torch_native.attention import attend as attend
 from attnplug.torch_native.attention import attend_by_parts as attend_by_parts
+from attnplug.torch_native.attention import attend_tiles as attend_tiles
 from attnplug.torch_native.attention import hidden_keys as hidden_keys
 from attnplug.torch_native.attention import tiles as tiles
 from attnplug.torch_native.planner import Group as Group

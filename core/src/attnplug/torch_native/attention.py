@@ -106,8 +106,7 @@ def decode(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -
 
     The query heads that share a KV head become the rows of one product, so that each key is read once for all of them.
     """
-    requests, heads, dim = q.shape
-    rows = q.view(requests, k.shape[2], heads // k.shape[2], dim)
+    rows = q.unflatten(1, (k.shape[2], -1))
     mask = None if bias is None else bias.expand(-1, 1, rows.shape[2], -1)
     found = F.scaled_dot_product_attention(rows, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)
     return found.flatten(1, 2)
@@ -214,10 +213,16 @@ class RowTiles:
         lens, table = to_device(geometry.kv_lens, device), geometry.page_table.to(torch.int64, copy=True)
         return cls(requests, first_rows, spans, to_device(places, device), table, lens, geometry)
 
+    def pad(self, rows: Tensor, fill: float = 0.0) -> Tensor:
+        """Return the batch's ``rows`` in all tiles, ``[groups, rows of a group, …]``, and ``fill`` at other places."""
+        padded = rows.new_full((self.requests.numel() * ROWS, *rows.shape[1:]), fill)
+        padded[self.places] = rows
+        return padded.view(len(self.requests), -1, *rows.shape[1:])
+
     def keys(self, group: int, tile: int, window: int | None) -> tuple[Tensor, Tensor]:
         """Return the slots ``[tiles, KEYS]`` of a tile of keys, and the mask ``[tiles, ROWS, KEYS]`` of those that rows
         do not see. Behind a request's last row, its last slot is repeated."""
-        requests, size, tree = self.requests[group].view(-1, 1, 1), self.geometry.page_size, self.geometry.tree
+        requests, tree = self.requests[group].view(-1, 1, 1), self.geometry.tree
         keys = torch.arange(tile * KEYS, (tile + 1) * KEYS, device=requests.device)
         rows = self.starts[group].view(-1, 1, 1) + torch.arange(ROWS, device=requests.device).unsqueeze(1)
         hidden = keys > rows if window is None else (keys > rows) | (keys <= rows - window)
@@ -225,8 +230,12 @@ class RowTiles:
             first = self.lens[requests] - tree.shape[1]
             bits = tree[requests, (rows - first).clamp(0, tree.shape[1] - 1)]
             hidden |= (keys >= first) & (bits >> (keys - first).clamp(0, LARGEST_TREE - 1) & 1 == 0)
-        keys = torch.minimum(keys, self.lens[requests] - 1)
-        return (self.table[requests, keys // size] * size + keys % size).squeeze(1), hidden
+        return self.slots(group, torch.minimum(keys, self.lens[requests] - 1)).squeeze(1), hidden
+
+    def slots(self, group: int, positions: Tensor) -> Tensor:
+        """Return the slots of ``positions`` ``[tiles, …, …]`` in the requests of a group's tiles."""
+        size = self.geometry.page_size
+        return self.table[self.requests[group].view(-1, 1, 1), positions // size] * size + positions % size
 
 
 def attend_tiles(
@@ -241,17 +250,15 @@ def attend_tiles(
 
     q is ``[rows, heads, dim]``. ``read(slots)`` returns keys and values ``[tiles, KEYS, kv_heads, …]``.
     """
-    (groups, count), window = tiles.requests.shape, softmax.window
-    padded = q.new_zeros(groups * count * ROWS, *q.shape[1:], dtype=torch.float32)
-    padded[tiles.places] = q.float()
-    outs, sums = padded.new_empty(*padded.shape[:2], v_dim), padded.new_empty(padded.shape[:2])
+    count, window, padded = tiles.requests.shape[1], softmax.window, tiles.pad(q.float())
+    outs, sums = padded.new_empty(*padded.shape[:3], v_dim), padded.new_empty(padded.shape[:3])
     for index, (first, last) in enumerate(tiles.spans):
-        own, merged = slice(index * count * ROWS, (index + 1) * count * ROWS), None
+        merged = None
         for tile in range(0 if window is None else max(0, first - window + 1) // KEYS, last // KEYS + 1):
             slots, hidden = tiles.keys(index, tile, window)
             keys, values = (each.float().transpose(1, 2) for each in read(slots))
             if merged is None:  # [tiles, kv_heads, ROWS, heads per KV head, dim]
-                rows = padded[own].view(count, ROWS, keys.shape[1], -1, q.shape[2]).transpose(1, 2).contiguous()
+                rows = padded[index].view(count, ROWS, keys.shape[1], -1, q.shape[2]).transpose(1, 2).contiguous()
                 largest = rows.new_full(rows.shape[:-1], float("-inf"))
                 total, merged = torch.zeros_like(largest), rows.new_zeros(*rows.shape[:-1], v_dim)
             scores = products(rows.flatten(2, 3), keys.transpose(2, 3)).mul_(softmax.scale)
@@ -268,9 +275,9 @@ def attend_tiles(
             total = total * kept + weights.sum(-1)
             merged = merged * kept.unsqueeze(-1) + torch.matmul(weights.flatten(2, 3), values).view(merged.shape)
         assert merged is not None, "a row sees its own key"
-        sums[own] = (base + torch.log(total)).transpose(1, 2).flatten(2).flatten(0, 1)
+        sums[index] = (base + torch.log(total)).transpose(1, 2).flatten(2).flatten(0, 1)
         # Adding 0.0 turns -0.0 into 0.0, as a further tile of hidden keys would.
-        outs[own] = (merged / total.unsqueeze(-1) + 0.0).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+        outs[index] = (merged / total.unsqueeze(-1) + 0.0).transpose(1, 2).flatten(2, 3).flatten(0, 1)
         if sinks is not None:  # here and not for all rows: on a CPU, a sigmoid at the end of a tensor has other bits
-            outs[own] *= torch.sigmoid(sums[own] - sinks).unsqueeze(-1)
-    return outs[tiles.places], sums[tiles.places]
+            outs[index] *= torch.sigmoid(sums[index] - sinks).unsqueeze(-1)
+    return outs.flatten(0, 1)[tiles.places], sums.flatten(0, 1)[tiles.places]

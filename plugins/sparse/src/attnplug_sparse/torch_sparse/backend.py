@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,12 +22,23 @@ from attnplug import (
     Plan,
     PoolError,
 )
-from attnplug.kernels import Group, Softmax, attend, merge_partial, output_width, plan_groups, spread
+from attnplug.kernels import (
+    Group,
+    RowTiles,
+    Softmax,
+    attend,
+    attend_tiles,
+    merge_partial,
+    output_width,
+    plan_groups,
+    spread,
+)
 from attnplug.sparse import Coordinator, IndexerDims, IndexInputs, SelectedPositions, SelectedRows
 from attnplug_sparse.attention import SparseAttention
 from attnplug_sparse.hisparse.hot_pool import HOT_ENTRIES
 from attnplug_sparse.pools import COMPRESSED
 from attnplug_sparse.torch_sparse.entries import Entries, Windows
+from attnplug_sparse.torch_sparse.invariant import attend_selected_in_tiles, choose_in_tiles
 from attnplug_sparse.torch_sparse.selection import attend_selected, choose_positions, selected_slots, selects_all
 
 
@@ -43,14 +55,16 @@ class LoadedSlots:
 class Work:
     """Metadata of a plan: groups that cover the batch, and the compressor windows that its new tokens complete.
 
-    With a coordinator of compressed layers, ``near`` ``[rows, window]`` are the positions in each row's sliding window,
-    newest first, -1 for none. ``loaded`` is set for the call of a layer.
+    If results are invariant, ``tiles`` cover the batch instead. With a coordinator of compressed layers, ``near``
+    ``[rows, window]`` are the positions in each row's sliding window, newest first, -1 for none. ``loaded`` is set for
+    the call of a layer.
     """
 
     groups: tuple[Group, ...]
     windows: Mapping[tuple[int, int], Windows]
     near: SelectedPositions | None = None
     loaded: LoadedSlots | None = None
+    tiles: RowTiles | None = None
 
 
 class TorchSparseBackend(SparseAttention):
@@ -67,9 +81,12 @@ class TorchSparseBackend(SparseAttention):
             )
         self._mla: MLAPool = context.pools.mla
         self._entries = Entries(context.pools.cache(COMPRESSED)) if context.model.compressed_layers else None
+        self._fixed_tiles = bool(context.invariant - {"run"})
         self._window = max((layer.sliding_window or 0 for layer in context.model.layers), default=0)
 
     def plan(self, geometry: Geometry) -> Plan:
+        if self._fixed_tiles and geometry.rows:
+            return Plan.of(self.backend_id, geometry, Work((), {}, tiles=RowTiles.of(geometry)), geometry.new_slots())
         new_slots, groups = plan_groups(geometry)
         if self._entries is None:
             return Plan.of(self.backend_id, geometry, Work(groups, {}), new_slots)
@@ -129,6 +146,9 @@ class TorchSparseBackend(SparseAttention):
 
     def choose(self, index: IndexInputs, layer: LayerSpec, dims: IndexerDims, plan: Plan) -> SelectedRows:
         work: Work = plan.metadata
+        if work.tiles is not None:
+            read = partial(self._read_keys, layer)
+            return SelectedPositions(choose_in_tiles(index, read, work.tiles, dims.topk, dims.scale))
         if layer.compressed is not None and index.entries is not None:
             self._entries_of(layer).write_index(layer.layer_id, index.entries, work.windows)
         chosen = torch.empty(index.q.shape[0], dims.topk, dtype=torch.int32, device=index.q.device)
@@ -139,14 +159,21 @@ class TorchSparseBackend(SparseAttention):
                 entries = self._entries_of(layer)
                 chosen[rows] = entries.choose(layer.layer_id, part, group, dims.topk, dims.scale)
                 continue
-            assert self.index_keys is not None
-            keys = self.index_keys.read_keys(layer.layer_id, group.slots)
-            chosen[rows] = choose_positions(part, keys, group, dims.topk, dims.scale)
+            chosen[rows] = choose_positions(part, self._read_keys(layer, group.slots), group, dims.topk, dims.scale)
         return SelectedPositions(chosen)
+
+    def _read_keys(self, layer: LayerSpec, slots: Tensor) -> Tensor:
+        assert self.index_keys is not None
+        return self.index_keys.read_keys(layer.layer_id, slots)
 
     def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
         work: Work = plan.metadata
         groups, lse = work.groups, extras.lse
+        if work.tiles is not None:
+            found, lses = self._attend_in_tiles(q, layer, work.tiles, extras)
+            if lse is not None:
+                lse.copy_(lses)
+            return found.to(q.dtype)
         if extras.entries is not None and new is not None:
             self._entries_of(layer).write(layer.layer_id, extras.entries, work.windows)
         loaded = work.loaded
@@ -161,6 +188,23 @@ class TorchSparseBackend(SparseAttention):
                 return result
             out[rows] = result
         return out
+
+    def _attend_in_tiles(
+        self, q: Tensor, layer: LayerSpec, tiles: RowTiles, extras: ForwardExtras
+    ) -> tuple[Tensor, Tensor]:
+        """Return output and log-sum-exp of all rows, both float32."""
+        assert layer.mla is not None
+        softmax, rank = Softmax.of(layer), layer.mla.kv_lora_rank
+        read = partial(self._mla.read_rows, layer.layer_id)
+        if extras.selected is not None and layer.indexer is not None:
+            topk = layer.indexer.topk
+            return attend_selected_in_tiles(q, extras.selected, topk, tiles, read, rank, softmax, extras.sinks)
+
+        def keys_and_values(slots: Tensor) -> tuple[Tensor, Tensor]:
+            rows = read(slots).unsqueeze(2)
+            return rows, rows[..., :rank]
+
+        return attend_tiles(q, tiles, keys_and_values, softmax, extras.sinks, rank)
 
     def _attend_group(
         self,

@@ -1,0 +1,71 @@
+"""Selection of rows, and attention to them, in tiles of one shape: the bits of a row depend on its request alone (E3).
+
+torch chooses kernels by shape. Here every operation has the same shape in every batch, and a row has the same place in
+its tile; see ``RowTiles``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnplug.kernels import RowTiles, Softmax
+from attnplug.sparse import IndexInputs, SelectedRows, SelectedSlots, selected_tensor
+from attnplug_sparse.torch_sparse.selection import attend_selected, stable_topk
+
+
+def choose_in_tiles(
+    index: IndexInputs, read: Callable[[Tensor], Tensor], tiles: RowTiles, topk: int, scale: float
+) -> Tensor:
+    """Return the top visible positions of each row, ``[rows, topk]`` int32, then -1.
+
+    ``read`` returns the index keys ``[tiles, keys, head_dim]`` at some slots.
+    """
+    queries, weights = tiles.pad(index.q.float()), tiles.pad(index.weights)
+    count, heads = tiles.requests.shape[1], queries.shape[2]
+    chosen = torch.full((*queries.shape[:2], topk), -1, dtype=torch.int32, device=queries.device)
+    for group, (_, last) in enumerate(tiles.spans):
+        rows, parts, tile = queries[group].unflatten(0, (count, -1)).flatten(1, 2), list[Tensor](), 0
+        while not parts or tile * parts[0].shape[1] <= last:
+            slots, hidden = tiles.keys(group, tile, None)
+            products = torch.matmul(rows, read(slots).float().transpose(1, 2)).mul_(scale).relu_()
+            by_head = products.unflatten(1, (-1, heads)).flatten(0, 1)
+            scores = torch.matmul(weights[group].unsqueeze(1), by_head).squeeze(1)
+            parts.append(scores.masked_fill_(hidden.flatten(0, 1), float("-inf")))
+            tile += 1
+        scores = torch.cat(parts, 1)
+        found = stable_topk(scores, min(topk, scores.shape[1]))
+        chosen[group, :, : found.shape[1]] = found
+    return chosen.flatten(0, 1)[tiles.places]
+
+
+def attend_selected_in_tiles(
+    q: Tensor,
+    selected: SelectedRows,
+    topk: int,
+    tiles: RowTiles,
+    read: Callable[[Tensor], Tensor],
+    value_dim: int,
+    softmax: Softmax,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Absorbed attention of queries ``[rows, heads, dim]`` to at most ``topk`` selected rows each.
+
+    Returns ``[rows, heads, value_dim]`` and the log-sum-exp ``[rows, heads]``, both float32. ``read`` is that of
+    ``attend_selected``.
+    """
+    given = selected_tensor(selected)[: q.shape[0]].long()
+    given = F.pad(given, (0, max(topk - given.shape[1], 0)), value=-1)
+    queries, rows = tiles.pad(q.float()), tiles.pad(given, -1)
+    outs, sums = queries.new_empty(*queries.shape[:3], value_dim), queries.new_empty(queries.shape[:3])
+    for group, slots in enumerate(rows):
+        if not isinstance(selected, SelectedSlots):
+            positions = slots.unflatten(0, (tiles.requests.shape[1], -1))
+            slots = tiles.slots(group, positions.clamp(min=0)).masked_fill(positions < 0, -1).flatten(0, 1)
+        outs[group], sums[group] = attend_selected(queries[group], slots, read, value_dim, softmax)
+        if sinks is not None:
+            outs[group] *= torch.sigmoid(sums[group] - sinks).unsqueeze(-1)
+    return outs.flatten(0, 1)[tiles.places], sums.flatten(0, 1)[tiles.places]
