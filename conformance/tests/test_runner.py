@@ -196,6 +196,14 @@ def test_a_claim_whose_checks_are_all_refused_does_not_pass(good, old, new, clai
     assert problem.startswith("0 checks")
 
 
+@pytest.mark.parametrize("requested", [frozenset(), frozenset({"run"})], ids=["none", "run"])
+def test_layers_may_be_refused_where_levels_of_invariance_are_requested(requested):
+    """E3: a claim with fewer checks than needed is a problem only without levels."""
+    backend = replace(claiming(invariant=frozenset({"run"})), invariant=requested)
+    verdict = run_checks(backend, [CHECKS["mha.decode.one_request"]])
+    assert any("claim lse " in problem for problem in verdict.problems) is not bool(requested)
+
+
 def test_a_kind_that_is_claimed_and_refused_does_not_pass():
     """C1, D3: it would be selected for MLA layers without any check of them."""
     mla = {"kinds": frozenset({"mha", "mla"}), "mla_dims": frozenset({(7, 3)}), "max_heads": 8}

@@ -176,7 +176,8 @@ def test_what_is_divided():
 
 @on_every_device
 def test_a_model_divides_products_of_nine_rows(device, monkeypatch):
-    """With weights of either kind; not one row, and not a gated matrix. A norm is fused with codes only."""
+    """Weights may be quantized or not. One row and gated matrices run on other kernels, and a norm is fused with
+    quantized weights only."""
     from attnplug_engine import kernels as usable
     from attnplug_engine.models.layers import Linear, QuantizedLinear, RMSNorm, silu_and_mul
     from attnplug_engine.quantization.scheme import QuantizedWeight

@@ -26,6 +26,7 @@ from attnplug_conformance.stored_rows import StoredRows
 _PAGES = 6
 _LAYER = 3
 _LARGEST_SCALED = 448
+"""Largest value of a layer, as a multiple of its fp8 scale in a checkpoint."""
 _EXAGGERATED, _FINE = 10, 0.01
 """A declared error is at most ``_EXAGGERATED`` times the measured one, or at most ``_FINE``."""
 

@@ -174,7 +174,7 @@ def _refused_index(problem: Problem, sm: int) -> Iterator[Refusal]:
                 "vLLM's indexer, which selects the rows of sparse MLA, runs on DeepGEMM, which does not support SM "
                 f"{sm}; that of attnplug-sparse can replace it in vLLM {_INDEX_LAYERS}"
             )
-            yield Refusal(RefusalCode.SM, message, sm, ">= 90")
+            yield Refusal(RefusalCode.SM, message, sm, "SM 90 or SM 100")
         return
     if sm < _FP8_SM and problem.dtype == DType.BFLOAT16:
         message = f"vLLM {version} quantizes index queries in bfloat16 by a kernel for SM {_FP8_SM} or newer"

@@ -91,7 +91,8 @@ _ALIGNED = 64
 _FEWEST_TERMS = 64
 """Fewest terms of the sums in a larger tile: the order of a few terms seldom shows."""
 _COMPARED, _MOST_DRAWS = 1 << 18, 64
-"""Sums that a comparison has, in up to so many tiles. Orders that differ in one term show in one of 1,000."""
+"""Number of sums to compare, and the most tiles to compute for them. Orders that differ in one term change about one
+sum in 1,000."""
 _agreeing: dict[tuple[object, ...], bool] = {}
 
 
