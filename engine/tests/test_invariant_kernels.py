@@ -171,7 +171,7 @@ def blocks_of_32(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         else:
             torch.mm(x.float(), weight.float().t(), out=out)
 
-    monkeypatch.setattr(invariant_gemm, "LIBRARY_ROWS", 32)
+    monkeypatch.setattr(invariant_gemm, "LIBRARY_ROWS", (32,))
     monkeypatch.setattr(invariant_gemm, "_ALIGNED", 64)  # by torch's allocator for a CPU
     monkeypatch.setattr(invariant_gemm, "_multiply", by_torch)
     monkeypatch.setattr(invariant_gemm, "_agreeing", {})
@@ -205,7 +205,7 @@ def test_blocks_of_the_library(outputs, inputs, gated, device, blocks_of_32, mon
 
 @pytest.mark.parametrize("device", BY_KERNEL)
 def test_a_library_that_sums_in_another_order_is_not_used(device, blocks_of_32, monkeypatch) -> None:
-    """E3: compared once per shape, and never during a capture."""
+    """E3: compared once per shape."""
     from attnplug_engine.kernels import invariant_gemm
 
     multiply = invariant_gemm._multiply
@@ -243,19 +243,22 @@ def test_the_library_runs_only_as_it_was_compared(device, blocks_of_32, monkeypa
     x = random(64, 40, device=device, dtype=dtype)
     weight = random(48, 40, device=device, dtype=dtype, seed=1)
     monkeypatch.setattr(torch, "equal", lambda *_: True)
-    assert rows_of_library(x) == 32 + 64  # compared, then used
+    compared = 32 * (1 if device == "cpu" else 2)  # eagerly, and in a graph
+    assert rows_of_library(x) == compared + 64
     buffer = torch.empty(x.numel() + 8, device=device, dtype=dtype)
     assert rows_of_library(buffer[8:].view(64, 40).copy_(x)) == 64
     settings = torch.backends.cuda.matmul
     settings.allow_bf16_reduced_precision_reduction ^= True
     try:
-        assert rows_of_library(x) == 32 + 64
+        assert rows_of_library(x) == compared + 64
     finally:
         settings.allow_bf16_reduced_precision_reduction ^= True
     if device == "cuda":
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert rows_of_library(x) == 0
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            assert rows_of_library(x) == 64
+            patch.setattr(invariant_gemm, "_agreeing", {})
+            assert rows_of_library(x) == 0  # nothing can be compared in a capture
     buffer = torch.empty(weight.numel() + 8, device=device, dtype=dtype)
     weight = buffer[8:].view(48, 40).copy_(weight)
     assert rows_of_library(x) == 0
@@ -266,11 +269,20 @@ def test_the_library_runs_only_as_it_was_compared(device, blocks_of_32, monkeypa
     ("outputs", "inputs", "gated"), [(2048, 2048, False), (2048, 8192, False), (16384, 2048, True)]
 )
 def test_rows_of_a_long_prefill(outputs, inputs, gated, device) -> None:
-    """E3: cuBLAS multiplies its blocks, if it agrees on this GPU; rows have the bits that they have alone."""
-    from attnplug_engine.kernels.invariant_gemm import LIBRARY_ROWS, invariant_gemm
+    """E3: cuBLAS multiplies its blocks, if it agrees on this GPU; rows have the bits that they have alone, in a CUDA
+    graph too."""
+    from attnplug_engine.kernels import invariant_gemm
+    from attnplug_engine.kernels.invariant_gemm import LIBRARY_ROWS
 
-    x = random(LIBRARY_ROWS + 300, inputs, device=device, dtype=torch.bfloat16)
+    large, small = LIBRARY_ROWS
+    count = large + small + 300
+    x = random(count, inputs, device=device, dtype=torch.bfloat16)
     weight = random(outputs, inputs, device=device, dtype=torch.bfloat16, seed=1)
-    whole = invariant_gemm(x, weight, gated=gated)
-    for start, stop in ((0, 1), (1000, 1064), (LIBRARY_ROWS - 100, LIBRARY_ROWS + 200), (300, LIBRARY_ROWS + 300)):
-        assert torch.equal(invariant_gemm(x[start:stop], weight, gated=gated), whole[start:stop])
+    whole = invariant_gemm.invariant_gemm(x, weight, gated=gated)
+    for start, stop in ((0, 1), (1000, 1064), (large - 100, large + 200), (300, large + 300), (700, 1300)):
+        assert torch.equal(invariant_gemm.invariant_gemm(x[start:stop], weight, gated=gated), whole[start:stop])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = invariant_gemm.invariant_gemm(x, weight, gated=gated)
+    graph.replay()
+    assert torch.equal(captured, whole)

@@ -10,17 +10,18 @@ end. Here they depend on the shape of the matrix only.
   the parts are added in order. With few rows each part has a program of its own, so that a small matrix keeps all
   multiprocessors busy; with many rows one program sums all parts.
 
-cuBLAS multiplies thousands of rows faster, and its kernels also sum in steps of 16, but it chooses them by the number
-of rows. So it multiplies blocks of a constant number of rows, if it gives them the same bits as this kernel. That is
-compared once for each shape of a matrix, when it is first used. cuBLAS also chooses by strides, the alignment of
-pointers, torch's settings, and perhaps by a capture of the stream. So its matrices are always contiguous and aligned,
-other settings are compared again, and captures use this kernel alone.
+cuBLAS multiplies hundreds of rows faster, and its kernels also sum in steps of 16, but it chooses them by the number
+of rows. So it multiplies blocks of constant numbers of rows, if it gives them the same bits as this kernel. That is
+compared once for each shape of a matrix, when it is first used outside of a capture. cuBLAS also chooses by strides,
+the alignment of pointers, torch's settings, and perhaps by a capture of the stream. So its matrices are always
+contiguous and aligned, other settings are compared again, and so is the same product in a CUDA graph.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import triton
@@ -39,12 +40,12 @@ _DIVIDED = 64
 """Most rows for which each part has a program of its own."""
 _GROUP = 8
 """Row tiles whose programs run together, so that they share the matrix in the L2 cache."""
-LIBRARY_ROWS = 2048
-"""Rows that cuBLAS multiplies at once."""
+LIBRARY_ROWS = (2048, 512)
+"""Numbers of rows that cuBLAS multiplies at once."""
 _ALIGNED = 256
 """Alignment of all matrices in bytes. cuBLAS distinguishes alignments up to this one."""
 _agreeing: dict[tuple[object, ...], bool] = {}
-"""True if cuBLAS gives rows the bits of this kernel, by shape of the matrix and torch's settings."""
+"""True if cuBLAS gives rows the bits of this kernel, by number of rows, shape of the matrix and torch's settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,12 +202,15 @@ def invariant_gemm(
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     out = torch.empty(rows, outputs, dtype=dtype or x.dtype, device=x.device)
     done = 0
-    if rows >= LIBRARY_ROWS and tile is None and _agrees(x, weight, out.dtype, gated=gated):
-        x, done = x.contiguous(), rows - rows % LIBRARY_ROWS
+    for count in LIBRARY_ROWS:
+        if rows - done < count or tile is not None or not _agrees(count, x, weight, out.dtype, gated=gated):
+            continue
+        x = x.contiguous()
         x = x if x.data_ptr() % _ALIGNED == 0 else x.clone()
-        for first in range(0, done, LIBRARY_ROWS):
-            block = slice(first, first + LIBRARY_ROWS)
+        while rows - done >= count:
+            block = slice(done, done + count)
             _by_library(x[block], weight, bias, None if onto is None else onto[block], out[block], gated=gated)
+            done += count
     if done < rows:
         added = None if onto is None else onto[done:]
         tile = tile or _tile(rows - done, x, gated=gated)
@@ -284,8 +288,8 @@ def _finish_sums(sums: Tensor, bias: Tensor | None, onto: Tensor | None, out: Te
     )  # fmt: skip
 
 
-def _agrees(x: Tensor, weight: Tensor, dtype: torch.dtype, *, gated: bool) -> bool:
-    """Return True if cuBLAS gives ``LIBRARY_ROWS`` rows the bits of this kernel.
+def _agrees(count: int, x: Tensor, weight: Tensor, dtype: torch.dtype, *, gated: bool) -> bool:
+    """Return True if cuBLAS gives ``count`` rows the bits of this kernel, eagerly and in a CUDA graph.
 
     Terms of every other row cancel, so that the bits of a sum show its order. Scales differ too: a kernel may flush
     denormal numbers. cuBLAS knows neither values nor what is added, so other numbers have no influence.
@@ -293,18 +297,33 @@ def _agrees(x: Tensor, weight: Tensor, dtype: torch.dtype, *, gated: bool) -> bo
     if x.dtype is torch.float32 or not one_instruction(x.device) or weight.data_ptr() % _ALIGNED:
         return False
     tunes = getattr(torch._C, "_cuda_tunableop_is_enabled", bool)  # absent from builds for CPUs
-    if x.is_cuda and (torch.cuda.is_current_stream_capturing() or tunes()):
+    if x.is_cuda and tunes():
         return False
-    key = (weight.shape, x.dtype, dtype, gated, x.device, *_library_settings())
+    key = (count, weight.shape, x.dtype, dtype, gated, x.device, *_library_settings())
     if key not in _agreeing:
-        rows, matrix = cancelling(LIBRARY_ROWS, weight.t())
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False  # nothing can be compared now
+        rows, matrix = cancelling(count, weight.t())
         rows[2::4] *= 2.0**10
         rows[3::4] *= 4 * torch.finfo(x.dtype).tiny
-        own, found = torch.empty(2, LIBRARY_ROWS, weight.shape[0] >> gated, dtype=dtype, device=x.device).unbind()
-        _by_kernel(rows, matrix.t(), None, None, own, _tile(LIBRARY_ROWS, x, gated=gated), gated=gated)
-        _by_library(rows, matrix.t(), None, None, found, gated=gated)
+        own, found = torch.empty(2, count, weight.shape[0] >> gated, dtype=dtype, device=x.device).unbind()
+        _by_kernel(rows, matrix.t(), None, None, own, _tile(count, x, gated=gated), gated=gated)
+        multiply = partial(_by_library, rows, matrix.t(), None, None, found, gated=gated)
+        multiply()
         _agreeing[key] = torch.equal(own, found)
+        if _agreeing[key] and x.is_cuda:
+            found.zero_()
+            _in_graph(multiply)
+            _agreeing[key] = torch.equal(own, found)
     return _agreeing[key]
+
+
+def _in_graph(run: Callable[[], None]) -> None:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    graph.replay()
+    torch.cuda.synchronize()  # the graph's memory is freed with it
 
 
 def _library_settings() -> tuple[object, ...]:
