@@ -9,9 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from attnplug_conformance import conformance_tests
-from attnplug_conformance.testing import subject_of
+from attnplug_conformance.testing import assert_floors, subject_of
 
 SUBJECTS = [subject_of("torch_sparse", "cpu")]
 REGISTERED = SUBJECTS[0].registered
 DENSE_TOO = replace(SUBJECTS[0], registered=replace(REGISTERED, spec=replace(REGISTERED.spec, check=None)))
 test_conforms, test_enough_is_claimed = conformance_tests(DENSE_TOO)
+
+
+def test_the_quick_run_has_enough_checks():
+    """A model's sparse layers are all that the spec admits, and ``attnplug check`` runs quick checks."""
+    assert_floors(SUBJECTS[0], {}, quick=True)

@@ -333,7 +333,7 @@ def sparse_checks() -> Iterator[Check]:
             requirement,
             case,
             run,
-            claim not in ("lse", "out") and name not in ("verify", "not_given"),
+            name not in ("verify", "not_given"),
         )
 
 
