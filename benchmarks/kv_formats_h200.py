@@ -402,7 +402,7 @@ def main(arguments: list[str] | None = None) -> None:
             gc.collect()
             torch.cuda.empty_cache()
         if not given.sweep:
-            case = replace(cases(given.kind)[0], requests=4, length=2048)
+            case = replace(cases(given.kind, given.points)[0], requests=4, length=2048)
             report.put("errors", found := errors(case, device, formats))
             show_errors(found)
 
