@@ -4,11 +4,15 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
 from attnplug.kv.triton_rows import _write_pairs
 from attnplug_engine.kernels.elementwise import _rms_norm, _silu_and_mul
-from attnplug_engine.kernels.gemm_tiles import STREAMED, STREAMED_GATED, GemmConfig
+from attnplug_engine.kernels.gemm_tiles import LONG_WAIT_CONFIGS, ONE_ROW_CONFIGS, STREAMED, STREAMED_GATED, GemmConfig
 from attnplug_engine.kernels.head_gemm import _by_head
 from attnplug_engine.kernels.latent import _absorb, _latent_rows
+from attnplug_engine.kernels.preloaded_gemm import _preloaded_gemm
 from attnplug_engine.kernels.rotary import _angles, _rotate_heads
 from attnplug_engine.kernels.skinny_gemm import _skinny_gemm
 from attnplug_engine.kernels.streamed_gemm import _streamed_gemm
@@ -31,7 +35,8 @@ def compiled(kernel: Any, sm: int, constants: dict[str, object], scalars: tuple[
     early = sm >= 90
     options = {"num_warps": warps, **({"launch_pdl": True} if early else {})}
     strides = [name for name in kernel.arg_names if name.endswith("stride")]
-    return ahead.compiled(kernel, sm, types, {**constants, "EARLY": early}, options, strides)
+    source = GluonASTSource if kernel is _preloaded_gemm else ASTSource
+    return ahead.compiled(kernel, sm, types, {**constants, "EARLY": early}, options, strides, source)
 
 
 def product(rows: int, inputs: int, block_n: int, block_k: int, *, gated: bool, norm: bool, onto: bool) -> dict:
@@ -42,6 +47,12 @@ def product(rows: int, inputs: int, block_n: int, block_k: int, *, gated: bool, 
 def streamed(cut: GemmConfig, rows: int, *, gated: bool) -> dict:
     shape = {"K": 2048, "ROWS": rows, "BLOCK_N": cut.block_n, "BLOCK_K": cut.block_k, "STAGES": cut.stages}
     return {**shape, "GATED": gated, "BIAS": False, "ONTO": not gated}
+
+
+def preloaded(config: GemmConfig, *, gated: bool) -> dict:
+    shape = {"K": 2048, "ROWS": 1, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "STAGES": config.stages}
+    warps = {"WARPS_N": config.warps // config.along, "WARPS_K": config.along}
+    return {**shape, **warps, "GATED": gated, "NORM": True, "BIAS": not gated, "ONTO": not gated}
 
 
 def by_head(rows: int, inputs: int, outputs: int, block_out: int, *, transposed: bool) -> dict:
@@ -69,6 +80,12 @@ KERNELS: list[tuple[str, Any, dict[str, object], tuple[str, ...], int]] = [
     ("product", _skinny_gemm, product(1, 2048, 4, 2048, gated=True, norm=True, onto=False), ("rows", "columns"), 4),
     ("product", _skinny_gemm, product(4, 8192, 4, 4096, gated=False, norm=False, onto=True), ("rows", "columns"), 4),
     ("product", _tiled_gemm, _TILES, ("rows", "columns"), 4),
+    *(
+        ("preloaded", _preloaded_gemm, preloaded(each, gated=outputs > 4096), ("rows", "columns"), each.warps)
+        for table in (ONE_ROW_CONFIGS, LONG_WAIT_CONFIGS)
+        for (outputs, _), each in table.items()
+        if each.stages
+    ),
     ("streamed", _streamed_gemm, streamed(STREAMED, 16, gated=False), ("rows", "columns"), STREAMED.warps),
     (
         "streamed",

@@ -12,7 +12,7 @@ from attnplug_testing.triton_mode import compiled_by
 pytestmark = pytest.mark.cross_compile
 
 Facts = dict[str, list[Any]]
-WITH_WEIGHTS = {"product", "absorb", "by_head", "rms_norm", "angles"}
+WITH_WEIGHTS = {"product", "preloaded", "absorb", "by_head", "rms_norm", "angles"}
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +26,7 @@ def test_models(facts: Facts) -> None:
     """Every one for SM 90, some for SM 80."""
     every = {
         "product",
+        "preloaded",
         "streamed",
         "absorb",
         "heads",

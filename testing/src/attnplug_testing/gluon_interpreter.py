@@ -180,7 +180,9 @@ def _language(scheduler: Scheduler) -> list[tuple[Any, Any]]:
         minimum=lambda x, y: block(np.fmin(x, y)),
         max=lambda x, axis: block(np.fmax.reduce(x, axis)),
         sum=lambda x, axis: block(np.sum(x, axis)),
+        exp=lambda x: block(np.exp(x)),
         exp2=lambda x: block(np.exp2(x)),
+        rsqrt=lambda x: block(1 / np.sqrt(x)),
         ceil=lambda x: block(np.ceil(x)),
         log2=lambda x: block(np.log2(x)),
         expand_dims=lambda x, axis: block(np.expand_dims(x, axis)),
@@ -312,7 +314,7 @@ class _Copies:
 
         self._scheduler.start(execute)
 
-    def elements(self, to: Shared, pointer: _Pointer, mask: Any = None) -> None:
+    def elements(self, to: Shared, pointer: _Pointer, mask: Any = None, eviction_policy: str = "") -> None:
         """Copy to shared memory; zeros for masked elements."""
         self._scheduler.pause()
         end = to.write()

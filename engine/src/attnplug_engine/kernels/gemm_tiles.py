@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from attnplug_engine.kernels import shared_memory
+from attnplug_engine.kernels import shared_memory, starts_early
 
 FEW, SOME, MORE, MANY = 2, 8, 16, 64
 """Largest numbers of rows by kernel: ``FEW`` in ``skinny_gemm``; for a matrix of few rows ``SOME`` in ``tiled_gemm``
@@ -36,8 +36,29 @@ class GemmConfig:
     warps: int
     tiles: bool = False
     stages: int = 0
+    along: int = 1
+    """Warps of ``preloaded_gemm`` that share a matrix row."""
+    programs: int = 0
+    """Programs of ``preloaded_gemm`` per multiprocessor, which take several blocks each; 0: one per block."""
+
+    @property
+    def preloads(self) -> bool:
+        """It is one of ``preloaded_gemm``."""
+        return self.stages > 0 and not self.tiles
 
 
+ONE_ROW_CONFIGS: Mapping[tuple[int, int], GemmConfig] = {
+    (2048, 2048): GemmConfig(2, 2048, 2),
+    (2112, 2048): GemmConfig(4, 2048, 4, stages=1, along=2),
+    (3072, 2048): GemmConfig(2, 2048, 2, stages=1, along=2),
+    (16384, 2048): GemmConfig(4, 2048, 4, stages=1, along=2),
+}
+"""Configurations of one row by the matrix's ``(rows, columns)``, where kernels start early, measured in whole decode
+steps (``benchmarks/one_row_h200.py``)."""
+LONG_WAIT_CONFIGS: Mapping[tuple[int, int], GemmConfig] = {
+    (16384, 2048): GemmConfig(2, 2048, 4, stages=3, along=2, programs=4),
+}
+"""Those of products that wait for several short kernels, during which more can be loaded."""
 FEW_ROW_CONFIGS: Mapping[tuple[int, int], GemmConfig] = {
     (2112, 2048): GemmConfig(2, 2048, 4),
     (3072, 1536): GemmConfig(2, 2048, 2),
@@ -102,10 +123,13 @@ def choose_tiles(outputs: int, inputs: int, *, normed: bool) -> GemmConfig:
     return GemmConfig(16, block_k, 4 if inputs <= 2048 else 8, tiles=True)
 
 
-def choose(x: Tensor, weight: Tensor, *, normed: bool = False, gated: bool = False) -> GemmConfig | None:
+def choose(
+    x: Tensor, weight: Tensor, *, normed: bool = False, gated: bool = False, long_wait: bool = False
+) -> GemmConfig | None:
     """Return the configuration of ``skinny_gemm`` for these tensors; None if a library is faster, or the only option.
 
-    It depends on shapes only, so it is the same for every call with the same number of rows.
+    It depends on shapes only, so it is the same for every call with the same number of rows. ``long_wait``: several
+    short kernels run before this product.
     """
     if x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
         return None
@@ -113,6 +137,10 @@ def choose(x: Tensor, weight: Tensor, *, normed: bool = False, gated: bool = Fal
     if not 0 < rows <= MANY or inputs % 2 or not weight.is_contiguous():
         return None
     tiles = 2 if gated else 1
+    if rows == 1 and starts_early(x.device):
+        config = (LONG_WAIT_CONFIGS if long_wait else {}).get((numbers, inputs), ONE_ROW_CONFIGS.get((numbers, inputs)))
+        if config is not None:
+            return config
     if rows <= FEW:
         return choose_few(numbers // tiles, inputs, tiles)
     if rows <= SOME and numbers <= _SHORT:

@@ -2,8 +2,8 @@
 
 A program holds some rows of the matrix in registers: many loads are in flight at once, and they are issued before the
 kernel waits for its input. A norm of the input and a residual need no launches of their own. The norm's factor is one
-number per row, so it is applied to the result; sums are float32. With more rows, ``tiled_gemm``, ``streamed_gemm`` or a
-library is faster: ``gemm_tiles`` chooses.
+number per row, so it is applied to the result; sums are float32. Some products of one row are faster with
+``preloaded_gemm``. With more rows, ``tiled_gemm``, ``streamed_gemm`` or a library is faster: ``gemm_tiles`` chooses.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from attnplug_engine.kernels import launch_options
 from attnplug_engine.kernels.elementwise import rms_norm
 from attnplug_engine.kernels.gemm_epilogue import finish
 from attnplug_engine.kernels.gemm_tiles import GemmConfig
+from attnplug_engine.kernels.preloaded_gemm import preloaded_gemm
 from attnplug_engine.kernels.streamed_gemm import _streamed_gemm
 from attnplug_engine.kernels.tiled_gemm import _tiled_gemm
 
@@ -134,6 +135,9 @@ def skinny_gemm(
         onto = onto.contiguous()
     out = torch.empty(rows, outputs, dtype=x.dtype if dtype is None else dtype, device=x.device)
     programs = (triton.cdiv(outputs, config.block_n),)
+    if config.preloads:
+        preloaded_gemm(x, weight, config, out, bias=bias, norm=norm, gated=gated, onto=onto)
+        return out
     if config.stages:
         if norm is not None:
             x = rms_norm(x, *norm)

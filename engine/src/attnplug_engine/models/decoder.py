@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from attnplug import ForwardBatch, ModelSpec
 from attnplug.hf.config_keys import Config
 from attnplug_engine.kernels.invariant import arithmetic
-from attnplug_engine.models.layers import FastModule, Head, RMSNorm, embedded, frozen
+from attnplug_engine.models.layers import MLP, FastModule, Head, Linear, RMSNorm, embedded, frozen
 from attnplug_engine.models.rope import Positions, Rotation
 from attnplug_engine.models.weights import Weights
 
@@ -44,6 +44,8 @@ class Attention(FastModule):
 
     kv_scales: dict[int, tuple[float, float]]
     """Stored scales of keys and values in an fp8 cache, by layer id; empty if there are none."""
+    has_more_kernels = False
+    """A decode has more kernels between its large products than a cache write, attention and a merge."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,6 +102,8 @@ class Block(FastModule):
         self.attention = attention
         self.mlp_norm = norm(weights.at("post_attention_layernorm"))
         self.mlp = mlp
+        if isinstance(mlp, MLP) and isinstance(mlp.gate_up, Linear):
+            mlp.gate_up.long_wait = attention.has_more_kernels
         self._parallel = weights.parallel
 
     def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:

@@ -61,6 +61,8 @@ class LatentAttention(Attention):
     class's own, not the config's, as in transformers.
     """
 
+    has_more_kernels = True
+
     def __init__(
         self,
         weights: Weights,

@@ -83,6 +83,8 @@ class Linear(Projection):
         self._adds = adds
         self.counters: Tensor | None = None
         """Arrival counters of ``split_gemm``. Allocated here, so that a graph does not zero them."""
+        self.long_wait = False
+        """Several short kernels run between the last large product and this one."""
         if kernels.usable(weight):
             from attnplug_engine.kernels.split_gemm import arrival_counters
 
@@ -157,7 +159,7 @@ class Linear(Projection):
             if split is not None and self.counters is not None:
                 out = split_gemm(x, self.weight, split, self.counters, bias=self.bias, onto=onto)
                 return out if activate is None else activate(out)
-            config = choose(x, self.weight, normed=norm is not None, gated=gated)
+            config = choose(x, self.weight, normed=norm is not None, gated=gated, long_wait=self.long_wait)
             if config is not None:
                 normed = None if norm is None else (norm.weight, norm.eps)
                 out = skinny_gemm(x, self.weight, config, bias=self.bias, norm=normed, gated=gated, onto=onto)

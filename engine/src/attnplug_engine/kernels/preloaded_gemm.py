@@ -1,0 +1,182 @@
+"""Products of one or two rows with a large matrix, whose first weights are in shared memory before the input is there.
+
+While attention runs, memory is idle. ``skinny_gemm`` loads weights into registers before it waits for its input, but
+the kernels before it leave few registers. Here weights are copied to shared memory, which those kernels hardly use. A
+thread multiplies what it has copied itself.
+
+With one block of the matrix per program, programs start one by one as earlier kernels end, and the next kernels as
+these programs end. Programs with several blocks read faster, at the limit of memory (16.0 instead of 17.4 µs for
+64 MiB, H200), but leave no room for others, and fetch so much that attention is delayed: they pay off if several
+kernels run before the product, as with MLA.
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from attnplug_engine.kernels import launch_options
+from attnplug_engine.kernels.gemm_tiles import GemmConfig, multiprocessors
+
+# The name in newer versions, and the one in Triton 3.6.
+_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+
+
+@gluon.jit
+def _copy_block(
+    weight, buffers, up_buffers, stage, block, blocks, columns, line, column,
+    K: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
+    """Start the copy of ``BLOCK_N`` rows of the matrix, or of the gate and of ``up``. The last row repeats."""
+    if block < blocks:
+        at = weight + gl.minimum(block * BLOCK_N + line, columns - 1).to(gl.int64)[:, None] * K + column[None, :]
+        for chunk in gl.static_range(K // BLOCK_K):
+            place = stage * (K // BLOCK_K) + chunk
+            part = at + chunk * BLOCK_K
+            _copy(buffers.index(place), part, eviction_policy="evict_first")
+            if GATED:
+                _copy(up_buffers.index(place), part + columns.to(gl.int64) * K, eviction_policy="evict_first")
+    async_copy.commit_group()
+
+
+@gluon.jit(do_not_specialize=["rows", "columns"])
+def _preloaded_gemm(
+    out, x, weight, bias, onto, gain, rows, columns, out_stride, x_stride, onto_stride, eps,
+    K: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    WARPS_N: gl.constexpr, WARPS_K: gl.constexpr,
+    GATED: gl.constexpr, NORM: gl.constexpr, BIAS: gl.constexpr, ONTO: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """Every ``num_programs``-th block of ``BLOCK_N`` columns of the result. ``WARPS_K`` warps share a row."""
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS_N, WARPS_K], [1, 0])
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
+    CHUNKS: gl.constexpr = K // BLOCK_K
+    TYPE: gl.constexpr = weight.dtype.element_ty
+    if EARLY:
+        gdc_launch_dependents()
+    buffers = gl.allocate_shared_memory(TYPE, [STAGES * CHUNKS, BLOCK_N, BLOCK_K], SHARED)
+    up_buffers = buffers
+    if GATED:
+        up_buffers = gl.allocate_shared_memory(TYPE, [STAGES * CHUNKS, BLOCK_N, BLOCK_K], SHARED)
+    line = gl.arange(0, BLOCK_N, gl.SliceLayout(1, LINES))
+    column = gl.arange(0, BLOCK_K, gl.SliceLayout(0, LINES))
+    first, programs = gl.program_id(0), gl.num_programs(0)
+    blocks = (columns + BLOCK_N - 1) // BLOCK_N
+    for stage in gl.static_range(STAGES):
+        _copy_block(
+            weight, buffers, up_buffers, stage, first + stage * programs, blocks, columns, line, column,
+            K, BLOCK_N, BLOCK_K, GATED,
+        )  # fmt: skip
+    gains = ()
+    if NORM:
+        for chunk in gl.static_range(CHUNKS):
+            gains += (gl.load(gain + chunk * BLOCK_K + column).to(gl.float32),)
+    if EARLY:
+        gdc_wait()
+    values = ()
+    factors = ()
+    for row in gl.static_range(ROWS):
+        squares = gl.full([BLOCK_K], 0.0, gl.float32, gl.SliceLayout(0, LINES))
+        for chunk in gl.static_range(CHUNKS):
+            at = x + gl.minimum(row, rows - 1) * x_stride + chunk * BLOCK_K
+            part = gl.load(at + column).to(gl.float32)
+            if NORM:
+                squares += part * part
+                part *= gains[chunk]
+            values += (part,)
+        if NORM:
+            factors += (gl.rsqrt(gl.sum(squares, 0) / K + eps),)
+    stage = 0
+    for block in range(first, blocks, programs):
+        number = block * BLOCK_N + line
+        live = number < columns
+        biases = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, LINES))
+        up_biases = biases
+        if BIAS:
+            biases = gl.load(bias + number, mask=live, other=0.0).to(gl.float32)
+            if GATED:
+                up_biases = gl.load(bias + columns + number, mask=live, other=0.0).to(gl.float32)
+        residuals = ()
+        if ONTO:
+            for row in gl.static_range(ROWS):
+                there = live & (row < rows)
+                residuals += (gl.load(onto + row * onto_stride + number, mask=there, other=0.0).to(gl.float32),)
+        async_copy.wait_group(STAGES - 1)
+        totals = ()
+        up_totals = ()
+        for _ in gl.static_range(ROWS):
+            totals += (gl.full([BLOCK_N, BLOCK_K], 0.0, gl.float32, LINES),)
+            up_totals += (gl.full([BLOCK_N, BLOCK_K], 0.0, gl.float32, LINES),)
+        for chunk in gl.static_range(CHUNKS):
+            weights = buffers.index(stage * CHUNKS + chunk).load(LINES).to(gl.float32)
+            added = ()
+            for row in gl.static_range(ROWS):
+                added += (totals[row] + weights * values[row * CHUNKS + chunk][None, :],)
+            totals = added
+            if GATED:
+                weights = up_buffers.index(stage * CHUNKS + chunk).load(LINES).to(gl.float32)
+                added = ()
+                for row in gl.static_range(ROWS):
+                    added += (up_totals[row] + weights * values[row * CHUNKS + chunk][None, :],)
+                up_totals = added
+        _copy_block(
+            weight, buffers, up_buffers, stage, block + STAGES * programs, blocks, columns, line, column,
+            K, BLOCK_N, BLOCK_K, GATED,
+        )  # fmt: skip
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+        for row in gl.static_range(ROWS):
+            total = gl.sum(totals[row], 1)
+            if NORM:
+                total *= factors[row]
+            total += biases
+            if GATED:
+                up = gl.sum(up_totals[row], 1)
+                if NORM:
+                    up *= factors[row]
+                total = total / (1.0 + gl.exp(-total)) * (up + up_biases)
+            if ONTO:
+                total += residuals[row]
+            gl.store(out + row * out_stride + number, total.to(out.dtype.element_ty), mask=live & (row < rows))
+
+
+def preloaded_gemm(
+    x: Tensor,
+    weight: Tensor,
+    config: GemmConfig,
+    out: Tensor,
+    *,
+    bias: Tensor | None,
+    norm: tuple[Tensor, float] | None,
+    gated: bool,
+    onto: Tensor | None,
+) -> None:
+    """Write a product to ``out``, as ``skinny_gemm`` returns it."""
+    rows, inputs = x.shape
+    gain, eps = (x, 0.0) if norm is None else norm
+    blocks = triton.cdiv(out.shape[1], config.block_n)
+    programs = config.programs * multiprocessors(x.device)
+    _preloaded_gemm[(min(blocks, programs or blocks),)](
+        out, x, weight,
+        x if bias is None else bias,
+        x if onto is None else onto,
+        gain, rows, out.shape[1],
+        out.stride(0), x.stride(0),
+        0 if onto is None else onto.stride(0),
+        eps,
+        K=inputs,
+        ROWS=triton.next_power_of_2(rows),
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        STAGES=config.stages,
+        WARPS_N=config.warps // config.along,
+        WARPS_K=config.along,
+        GATED=gated,
+        NORM=norm is not None,
+        BIAS=bias is not None,
+        ONTO=onto is not None,
+        num_warps=config.warps,
+        **launch_options(x.device),
+    )  # fmt: skip
