@@ -121,6 +121,7 @@ class Chain:
         config, gains = self.config, _Gains(self.dtype, self.device)
         norm = RMSNorm(gains, self.hidden_size, config["rms_norm_eps"])  # type: ignore[arg-type] # only take() is called
         gate_up = Linear(self._random(2 * config["intermediate_size"], self.hidden_size).mul_(self.hidden_size**-0.5))
+        gate_up.long_wait = self.dims is not None
         if self.dims is None:
             width = value = config["head_dim"]
             spec = LayerSpec(

@@ -77,7 +77,13 @@ OUT_CONFIGS = {
     ],
 }
 GATE_UP_CONFIGS = {
-    1: [GemmConfig(*each) for each in ((8, 2048, 8), (4, 2048, 8), (2, 2048, 4), (2, 2048, 2), (1, 2048, 2))],
+    1: [
+        *(GemmConfig(*each) for each in ((8, 2048, 8), (4, 2048, 8), (2, 2048, 4), (2, 2048, 2), (1, 2048, 2))),
+        *(GemmConfig(4, 2048, 4, stages=1, along=along) for along in (1, 2, 4)),
+        *(GemmConfig(2, 2048, warps, stages=1, along=2) for warps in (2, 4)),
+        *(GemmConfig(2, 2048, 4, stages=stages, along=2, programs=most) for stages, most in ((3, 4), (2, 6), (4, 3))),
+        GemmConfig(4, 2048, 4, stages=4, programs=1),
+    ],
     16: [
         *(GemmConfig(16, columns, warps, tiles=True) for columns, warps in ((512, 4), (512, 8))),
         *(GemmConfig(32, 128, 4, tiles=True, stages=stages) for stages in (4, 8)),
@@ -195,6 +201,8 @@ def _early(chain: Chain, base: Variant) -> Iterator[tuple[str, Callable[[], Vari
 
         yield f"a: output by {_brief(config)}", partial(replace, base, project=out_by)
     for config in GATE_UP_CONFIGS[1 if few else 16]:
+        if config.preloads and not chain.is_cuda:
+            continue  # Triton's interpreter does not run Gluon
 
         def gate_up_by(number: int, hidden: Tensor, *, config: GemmConfig = config) -> Tensor:
             return plain(lambda layer: layer.gate_up, config, number, hidden)
@@ -203,8 +211,9 @@ def _early(chain: Chain, base: Variant) -> Iterator[tuple[str, Callable[[], Vari
 
 
 def _brief(config: GemmConfig) -> str:
-    kind = "streamed" if config.stages else "tiles" if config.tiles else "rows"
+    kind = "preloaded" if config.preloads else "streamed" if config.stages else "tiles" if config.tiles else "rows"
     numbers = [config.block_n, config.block_k, config.warps, *([config.stages] if config.stages else [])]
+    numbers += [config.along, config.programs] if config.preloads else []
     return f"{kind} {' '.join(map(str, numbers))}"
 
 

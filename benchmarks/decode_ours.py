@@ -39,7 +39,7 @@ def measure(model: str, config: Config, folder: str, points: Sequence[Point], se
     """Measure a model's points within the time budget."""
     started = time.perf_counter()
     engine = build(folder, points, settings)
-    _randomise(engine)
+    randomise(engine)
     seconds, page = time.perf_counter() - started, engine.runner.capacity.page_size
     clock.note(model, start_s=seconds, page_size=page, backends=_backends(engine))
     clock.lock.acquire()
@@ -201,7 +201,7 @@ def _cache(engine: Engine, prompt: Sequence[int]) -> None:
         engine.cache.add_snapshot(tokens, slot)
 
 
-def _randomise(engine: Engine) -> None:
+def randomise(engine: Engine) -> None:
     pools = engine.runner.pools
     buffers = [pools.mla.rows(layer) for layer in pools.mla.layer_ids] if pools.mla is not None else []
     if pools.mha is not None:

@@ -1,0 +1,110 @@
+"""Decode steps of one request with products in several configurations, on an H200, in less than a minute.
+
+python benchmarks/one_row_h200.py --out benchmarks/results/one_row_h200.json
+python benchmarks/one_row_h200.py --smoke                        the same code on a CPU with a tiny model
+
+Kernels of a step overlap, so products are timed in whole steps of decode_models.py's models, 1 × 512, with
+``triton_mha`` or ``triton_mla``. Each configuration has an engine of its own, one after another; the first and the last
+have ``skinny_gemm`` for all products. ``gemm_tiles.ONE_ROW_CONFIGS`` and ``LONG_WAIT_CONFIGS`` are chosen from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import tempfile
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from decode_models import MODELS, limit_us, smaller
+from decode_ours import decode, randomise
+from decode_points import Point, Settings
+from gpu_report import Report, attempt, describe
+
+from attnplug_engine import Engine
+from attnplug_engine.kernels import gemm_tiles
+from attnplug_engine.kernels.gemm_tiles import GemmConfig
+
+WHAT = "decode steps of one request of 512 tokens, by configurations of products, µs"
+PACKAGES = ("torch", "triton", "attnplug-engine", "attnplug-triton-mha", "attnplug-triton-mla")
+BACKENDS = {"llama": "triton_mha", "mla": "triton_mla"}
+Shapes = Mapping[tuple[int, int], GemmConfig]
+
+GATE_UP, QKV, OUT, DOWN, HEAD = (16384, 2048), ((3072, 2048), (2112, 2048)), (2048, 2048), (2048, 8192), (32000, 2048)
+_SKINNY_OUT = {OUT: GemmConfig(2, 2048, 2)}
+_SOME = {GATE_UP: GemmConfig(4, 2048, 4, stages=1, along=2)}
+_MOST = {GATE_UP: GemmConfig(2, 2048, 4, stages=3, along=2, programs=4)}
+_QKV = dict.fromkeys(QKV, GemmConfig(4, 2048, 4, stages=1, along=2))
+_NARROW_QKV = dict.fromkeys(QKV, GemmConfig(2, 2048, 2, stages=1, along=2))
+CONFIGURATIONS: Mapping[str, Shapes] = {
+    "registers": {},
+    "output": _SKINNY_OUT,
+    "qkv": _QKV,
+    "gate-up, one block": _SOME | _SKINNY_OUT,
+    "gate-up, one block; qkv": _SOME | _SKINNY_OUT | _QKV,
+    "gate-up, one block; narrow qkv": _SOME | _SKINNY_OUT | _NARROW_QKV,
+    "gate-up, several blocks": _MOST | _SKINNY_OUT,
+    "gate-up, several blocks; qkv": _MOST | _SKINNY_OUT | _QKV,
+    "gate-up, several blocks; narrow qkv": _MOST | _SKINNY_OUT | _NARROW_QKV,
+    "gate-up, one block; down": _SOME | _SKINNY_OUT | {DOWN: GemmConfig(1, 8192, 4, stages=1, along=4)},
+    "gate-up, one block; head": _SOME | _SKINNY_OUT | {HEAD: GemmConfig(4, 2048, 4, stages=3, along=2, programs=4)},
+    "registers again": {},
+}
+"""By name, configurations by the matrix's ``(rows, columns)``; other products are ``skinny_gemm``'s."""
+
+
+def main(given: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(BACKENDS))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit")
+    parser.add_argument("--smoke", action="store_true")
+    arguments = parser.parse_args(given)
+    found = {"what": WHAT} if arguments.smoke else describe(WHAT, PACKAGES, arguments.commit)
+    report = Report(arguments.out, found)
+    kept = gemm_tiles.ONE_ROW_CONFIGS, gemm_tiles.LONG_WAIT_CONFIGS
+    try:
+        for model in arguments.models.split(","):
+            config = smaller(MODELS[model]) if arguments.smoke else MODELS[model]
+            limit, steps = limit_us(config, 1, 512), dict[str, Any]()
+            for name, shapes in CONFIGURATIONS.items():
+                gemm_tiles.ONE_ROW_CONFIGS, gemm_tiles.LONG_WAIT_CONFIGS = shapes, {}
+                steps[name] = attempt(partial(step_us, model, config, smoke=arguments.smoke))
+                print(f"[{report.seconds:3.0f} s] {model}, {name}: {steps[name]}", flush=True)
+                report.put(model, {"limit_us": limit, "step_us": steps})
+    finally:
+        gemm_tiles.ONE_ROW_CONFIGS, gemm_tiles.LONG_WAIT_CONFIGS = kept
+
+
+def step_us(model: str, config: Mapping[str, Any], *, smoke: bool) -> float:
+    """Median microseconds of a step."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        engine = Engine(
+            folder,
+            random_weights=True,
+            attention_backend="torch_native" if smoke else BACKENDS[model],
+            device="cpu" if smoke else "cuda",
+            max_batch=1,
+            context_length=2048,
+            chunked_prefill_size=512,
+            ignore_eos=True,
+            cuda_graph_batch_sizes=None if smoke else (1,),
+            disable_prefill_cuda_graph=True,
+        )
+    randomise(engine)
+    settings = Settings(trace=False, max_new_tokens=100 if smoke else 400)
+    found: float = decode(engine, Point(model, 1, 40 if smoke else 512), settings)["median_step_us"]
+    del engine
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return found
+
+
+if __name__ == "__main__":
+    main()
