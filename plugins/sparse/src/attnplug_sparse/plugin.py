@@ -17,7 +17,6 @@ from attnplug import (
     RefusalCode,
     Role,
     RowPart,
-    Setting,
     hookimpl,
 )
 
@@ -68,8 +67,7 @@ def attnplug_kv_formats() -> list[KVFormat]:
 
 
 def _check_layers(problem: Problem, role: Role | None, options: None) -> Iterator[Refusal]:
-    """Refuse models without sparse or compressed layers, which ``torch_native`` serves faster, and invariance of
-    compressed ones."""
+    """Refuse models without sparse or compressed layers, which ``torch_native`` serves faster."""
     model = problem.model
     if model is None or role is Role.LINEAR or not model.full_layers:
         return
@@ -80,12 +78,4 @@ def _check_layers(problem: Problem, role: Role | None, options: None) -> Iterato
             sorted({str(feature) for layer in model.full_layers for feature in layer.features}),
             [Feature.COMPRESSED.value, Feature.SPARSE.value],
             None if role is None else role.setting,
-        )
-    if model.compressed_layers and (levels := sorted(problem.invariant - {"run"})):
-        yield Refusal(
-            RefusalCode.INVARIANCE,
-            f"invariance {', '.join(levels)} is requested; this backend claims run for compressed layers",
-            levels,
-            ["run"],
-            Setting.BATCH_INVARIANT,
         )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -33,13 +33,22 @@ from attnplug.kernels import (
     plan_groups,
     spread,
 )
-from attnplug.sparse import Coordinator, IndexerDims, IndexInputs, SelectedPositions, SelectedRows
+from attnplug.sparse import Coordinator, IndexerDims, IndexInputs, SelectedPositions, SelectedRows, SelectedSlots
 from attnplug_sparse.attention import SparseAttention
 from attnplug_sparse.hisparse.hot_pool import HOT_ENTRIES
 from attnplug_sparse.pools import COMPRESSED
 from attnplug_sparse.torch_sparse.entries import Entries, Windows
-from attnplug_sparse.torch_sparse.invariant import attend_selected_in_tiles, choose_in_tiles
+from attnplug_sparse.torch_sparse.invariant import (
+    EntryTiles,
+    attend_selected_in_tiles,
+    choose_in_tiles,
+    merge_in_tiles,
+    zero_if_absent,
+)
 from attnplug_sparse.torch_sparse.selection import attend_selected, choose_positions, selected_slots, selects_all
+
+_WINDOWS = 32
+"""Windows that a GPU computes at once if results are invariant. A CPU computes one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,9 +64,9 @@ class LoadedSlots:
 class Work:
     """Metadata of a plan: groups that cover the batch, and the compressor windows that its new tokens complete.
 
-    If results are invariant, ``tiles`` cover the batch instead. With a coordinator of compressed layers, ``near``
-    ``[rows, window]`` are the positions in each row's sliding window, newest first, -1 for none. ``loaded`` is set for
-    the call of a layer.
+    If results are invariant, ``tiles`` cover the batch instead, and ``entry_tiles``, by tokens per entry, have entries
+    as keys. With either these or a coordinator of compressed layers, ``near`` ``[rows, window]`` are the positions in
+    each row's sliding window, newest first, -1 for none. ``loaded`` is set for the call of a layer.
     """
 
     groups: tuple[Group, ...]
@@ -65,6 +74,7 @@ class Work:
     near: SelectedPositions | None = None
     loaded: LoadedSlots | None = None
     tiles: RowTiles | None = None
+    entry_tiles: Mapping[int, EntryTiles] = field(default_factory=dict)
 
 
 class TorchSparseBackend(SparseAttention):
@@ -80,23 +90,25 @@ class TorchSparseBackend(SparseAttention):
                 f"backend {context.name} serves MLA layers, and there is no MLA pool; build the pools with it"
             )
         self._mla: MLAPool = context.pools.mla
-        self._entries = Entries(context.pools.cache(COMPRESSED)) if context.model.compressed_layers else None
         self._fixed_tiles = bool(context.invariant - {"run"})
+        tile = None if not self._fixed_tiles else 1 if context.device.type == "cpu" else _WINDOWS
+        self._entries = Entries(context.pools.cache(COMPRESSED), tile) if context.model.compressed_layers else None
         self._window = max((layer.sliding_window or 0 for layer in context.model.layers), default=0)
 
     def plan(self, geometry: Geometry) -> Plan:
-        if self._fixed_tiles and geometry.rows:
-            return Plan.of(self.backend_id, geometry, Work((), {}, tiles=RowTiles.of(geometry)), geometry.new_slots())
-        new_slots, groups = plan_groups(geometry)
+        tiles = RowTiles.of(geometry) if self._fixed_tiles and geometry.rows else None
+        new_slots, groups = plan_groups(geometry) if tiles is None else (geometry.new_slots(), ())
         if self._entries is None:
-            return Plan.of(self.backend_id, geometry, Work(groups, {}), new_slots)
-        near = None
-        if self.coordinator is not None:
+            return Plan.of(self.backend_id, geometry, Work(groups, {}, tiles=tiles), new_slots)
+        near, entry_tiles = None, {}
+        if self.coordinator is not None or tiles is not None:
             starts = [total - new for new, total in zip(geometry.query_lens, geometry.kv_lens, strict=True)]
             _, position = spread(starts, geometry.query_lens, geometry.device)
             distance = torch.arange(self._window, device=geometry.device)
             near = SelectedPositions((position.unsqueeze(1) - distance).clamp_(min=-1).int())
-        work = Work(groups, self._entries.plan(geometry, new_slots), near)
+        if tiles is not None:
+            entry_tiles = {ratio: EntryTiles.over(tiles, ratio) for ratio in self._entries.ratios}
+        work = Work(groups, self._entries.plan(geometry, new_slots), near, tiles=tiles, entry_tiles=entry_tiles)
         return Plan.of(self.backend_id, geometry, work, new_slots)
 
     def run_plan(
@@ -146,11 +158,11 @@ class TorchSparseBackend(SparseAttention):
 
     def choose(self, index: IndexInputs, layer: LayerSpec, dims: IndexerDims, plan: Plan) -> SelectedRows:
         work: Work = plan.metadata
-        if work.tiles is not None:
-            read = partial(self._read_keys, layer)
-            return SelectedPositions(choose_in_tiles(index, read, work.tiles, dims.topk, dims.scale))
         if layer.compressed is not None and index.entries is not None:
             self._entries_of(layer).write_index(layer.layer_id, index.entries, work.windows)
+        if work.tiles is not None:
+            tiles = work.tiles if layer.compressed is None else work.entry_tiles[layer.compressed.ratio]
+            return SelectedPositions(choose_in_tiles(index, self._index_reader(layer), tiles, dims.topk, dims.scale))
         chosen = torch.empty(index.q.shape[0], dims.topk, dtype=torch.int32, device=index.q.device)
         for group in work.groups:
             rows = slice(None) if group.rows is None else group.rows
@@ -162,6 +174,11 @@ class TorchSparseBackend(SparseAttention):
             chosen[rows] = choose_positions(part, self._read_keys(layer, group.slots), group, dims.topk, dims.scale)
         return SelectedPositions(chosen)
 
+    def _index_reader(self, layer: LayerSpec) -> Callable[[Tensor], Tensor]:
+        if layer.compressed is None:
+            return partial(self._read_keys, layer)
+        return zero_if_absent(partial(self._entries_of(layer).read_index, layer.layer_id))
+
     def _read_keys(self, layer: LayerSpec, slots: Tensor) -> Tensor:
         assert self.index_keys is not None
         return self.index_keys.read_keys(layer.layer_id, slots)
@@ -169,13 +186,13 @@ class TorchSparseBackend(SparseAttention):
     def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
         work: Work = plan.metadata
         groups, lse = work.groups, extras.lse
+        if extras.entries is not None and new is not None:
+            self._entries_of(layer).write(layer.layer_id, extras.entries, work.windows)
         if work.tiles is not None:
-            found, lses = self._attend_in_tiles(q, layer, work.tiles, extras)
+            found, lses = self._attend_in_tiles(q, layer, work, work.tiles, extras)
             if lse is not None:
                 lse.copy_(lses)
             return found.to(q.dtype)
-        if extras.entries is not None and new is not None:
-            self._entries_of(layer).write(layer.layer_id, extras.entries, work.windows)
         loaded = work.loaded
         whole = len(groups) == 1 and groups[0].rows is None
         out = q if whole else q.new_empty(*q.shape[:2], output_width(layer))
@@ -190,21 +207,59 @@ class TorchSparseBackend(SparseAttention):
         return out
 
     def _attend_in_tiles(
-        self, q: Tensor, layer: LayerSpec, tiles: RowTiles, extras: ForwardExtras
+        self, q: Tensor, layer: LayerSpec, work: Work, tiles: RowTiles, extras: ForwardExtras
     ) -> tuple[Tensor, Tensor]:
         """Return output and log-sum-exp of all rows, both float32."""
+        if layer.compressed is None:
+            return self._attend_rows_in_tiles(q, layer, work, tiles, extras, extras.sinks)
+        found = self._attend_rows_in_tiles(q, layer, work, tiles, extras, None)
+        return merge_in_tiles(tiles, found, self._attend_entries_in_tiles(q, layer, work, extras), extras.sinks)
+
+    def _attend_rows_in_tiles(
+        self, q: Tensor, layer: LayerSpec, work: Work, tiles: RowTiles, extras: ForwardExtras, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         assert layer.mla is not None
         softmax, rank = Softmax.of(layer), layer.mla.kv_lora_rank
         read = partial(self._mla.read_rows, layer.layer_id)
-        if extras.selected is not None and layer.indexer is not None:
+        if work.near is not None and softmax.window is not None:
+            # Gathered like selected rows, so that a coordinator, which loads them, changes no bits.
+            near: SelectedRows = SelectedPositions(work.near.positions[:, : softmax.window])
+            if work.loaded is not None:
+                near = SelectedSlots(work.loaded.rows[:, : softmax.window])
+            plain = Softmax(softmax.scale, None, softmax.cap)
+            return attend_selected_in_tiles(q, near, softmax.window, tiles, read, rank, plain, sinks)
+        if extras.selected is not None and layer.indexer is not None and layer.compressed is None:
             topk = layer.indexer.topk
-            return attend_selected_in_tiles(q, extras.selected, topk, tiles, read, rank, softmax, extras.sinks)
+            return attend_selected_in_tiles(q, extras.selected, topk, tiles, read, rank, softmax, sinks)
 
         def keys_and_values(slots: Tensor) -> tuple[Tensor, Tensor]:
             rows = read(slots).unsqueeze(2)
             return rows, rows[..., :rank]
 
-        return attend_tiles(q, tiles, keys_and_values, softmax, extras.sinks, rank)
+        return attend_tiles(q, tiles, keys_and_values, softmax, sinks, rank)
+
+    def _attend_entries_in_tiles(
+        self, q: Tensor, layer: LayerSpec, work: Work, extras: ForwardExtras
+    ) -> tuple[Tensor, Tensor]:
+        """Return output and log-sum-exp over entries; a row that sees none has a log-sum-exp of -inf."""
+        assert layer.compressed is not None
+        softmax = Softmax(layer.scale, None, layer.logit_cap)
+        tiles, width = work.entry_tiles[layer.compressed.ratio], output_width(layer)
+        read = zero_if_absent(partial(self._entries_of(layer).read, layer.layer_id))
+        if layer.indexer is None or extras.selected is None:
+
+            def keys_and_values(slots: Tensor) -> tuple[Tensor, Tensor]:
+                rows = read(slots).unsqueeze(2)
+                return rows, rows
+
+            return attend_tiles(q, tiles, keys_and_values, softmax, None, width)
+        selected: SelectedRows = extras.selected
+        if work.loaded is not None and work.loaded.entries is not None:
+            selected = SelectedSlots(work.loaded.entries)
+            read = partial(self.context.pools.cache(HOT_ENTRIES).read_rows, layer.layer_id)
+        elif isinstance(selected, SelectedSlots):  # slots of entries; ``read`` takes those of tokens
+            selected = SelectedSlots(selected.slots * layer.compressed.ratio)
+        return attend_selected_in_tiles(q, selected, layer.indexer.topk, tiles, read, width, softmax, None)
 
     def _attend_group(
         self,

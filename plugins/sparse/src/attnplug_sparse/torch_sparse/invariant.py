@@ -7,14 +7,51 @@ its tile; see ``RowTiles``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnplug.kernels import RowTiles, Softmax
+from attnplug.kernels import RowTiles, Softmax, merge_partial
 from attnplug.sparse import IndexInputs, SelectedRows, SelectedSlots, selected_tensor
 from attnplug_sparse.torch_sparse.selection import attend_selected, stable_topk
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EntryTiles(RowTiles):
+    """Tiles of a batch's query rows whose keys are entries of ``ratio`` tokens each, by number.
+
+    Slots are those of the windows' last tokens, -1 if a request has no entry. ``spans`` are the first and last entries
+    of each group, ``lens`` the numbers of complete windows, and ``shape`` those of a tile's rows and keys.
+    """
+
+    ratio: int
+    shape: tuple[int, int]
+
+    @classmethod
+    def over(cls, tiles: RowTiles, ratio: int) -> EntryTiles:
+        """Return the same tiles of rows, over entries."""
+        spans = tuple((0, max((last + 1) // ratio - 1, 0)) for _, last in tiles.spans)
+        _, rows, keys = tiles.keys(0, 0, None)[1].shape
+        own = tiles.requests, tiles.starts, spans, tiles.places, tiles.table, tiles.lens // ratio, tiles.geometry
+        return cls(*own, ratio, (rows, keys))
+
+    def keys(self, group: int, tile: int, window: int | None) -> tuple[Tensor, Tensor]:
+        (count, size), device = self.shape, self.requests.device
+        numbers = torch.arange(tile * size, (tile + 1) * size, device=device)
+        rows = self.starts[group].view(-1, 1, 1) + torch.arange(count, device=device).unsqueeze(1)
+        there = torch.minimum(numbers, self.lens[self.requests[group]].view(-1, 1, 1) - 1)
+        return self.slots(group, there).squeeze(1), (numbers + 1) * self.ratio > rows + 1
+
+    def slots(self, group: int, positions: Tensor) -> Tensor:
+        last = RowTiles.slots(self, group, (positions + 1) * self.ratio - 1)
+        return last.masked_fill_(positions < 0, -1)
+
+
+def zero_if_absent(read: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return ``read`` that gives zeros for slots of -1."""
+    return lambda slots: read(slots.clamp(min=0)).masked_fill_((slots < 0).unsqueeze(-1), 0.0)
 
 
 def choose_in_tiles(
@@ -69,3 +106,17 @@ def attend_selected_in_tiles(
         if sinks is not None:
             outs[group] *= torch.sigmoid(sums[group] - sinks).unsqueeze(-1)
     return outs.flatten(0, 1)[tiles.places], sums.flatten(0, 1)[tiles.places]
+
+
+def merge_in_tiles(
+    tiles: RowTiles, found: tuple[Tensor, Tensor], part: tuple[Tensor, Tensor], sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Merge outputs ``[rows, heads, value_dim]`` and log-sum-exps ``[rows, heads]`` over disjoint keys, then sinks."""
+    merged = [tiles.pad(each) for each in found]
+    for group, given in enumerate(zip(*merged, *(tiles.pad(each) for each in part), strict=True)):
+        out, sums = merge_partial(*given)
+        if sinks is not None:
+            out = out * torch.sigmoid(sums - sinks).unsqueeze(-1)
+        merged[0][group], merged[1][group] = out, sums
+    out, sums = (each.flatten(0, 1)[tiles.places] for each in merged)
+    return out, sums
