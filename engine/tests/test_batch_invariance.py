@@ -33,12 +33,14 @@ from attnplug_testing.engine_schedules import (
 LLAMA, LATENT = "tiny:llama", "tiny:deepseek_v3"
 SERVED = (LLAMA, LATENT, "tiny:qwen3", "tiny:deepseek_v2", "tiny:qwen3_next")
 """Grouped attention, with norms of heads; latent attention and experts, with either router; linear layers."""
-SPARSE = "tiny:deepseek_v32"
+SPARSE, COMPRESSED = "tiny:deepseek_v32", "tiny:deepseek_v4"
 CONTEXT, PAGE = 64, 4
+PAGES = {COMPRESSED: 8}
+"""Page sizes of models whose entries need larger ones."""
 SIZES = Sizes(vocab=128)
 SETTINGS = settings(CONTEXT, PAGE)
 PER_SETTING = 9
-"""Schedules per model and setting: 324 together."""
+"""Schedules per model and setting: 378 together."""
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +53,8 @@ def one_thread() -> Iterator[None]:
 
 
 def build(model: str, parallel: TensorParallel = SINGLE, **given: Any) -> Engine:
-    shape = {"page_size": PAGE, "context_length": CONTEXT, "max_batch": 8, "ignore_eos": True, "num_pages": 200}
+    page = PAGES.get(model, PAGE)
+    shape = {"page_size": page, "context_length": CONTEXT, "max_batch": 8, "ignore_eos": True, "num_pages": 200}
     return Engine(model, parallel=parallel, **{"device": "cpu", "batch_invariant": True, **shape, **given})
 
 
@@ -65,12 +68,13 @@ def flips(model: str, name: str, count: int, **given: Any) -> list[tuple[int, in
     """Results whose bits differ from those of requests served alone, in ``count`` schedules of a setting."""
     start = list(SETTINGS).index(name) * PER_SETTING
     wanted, results = expected(model)
-    return differing(build(model, **SETTINGS[name], **given), range(start, start + count), wanted, results, SIZES)
+    own = settings(CONTEXT, PAGES.get(model, PAGE))[name]
+    return differing(build(model, **own, **given), range(start, start + count), wanted, results, SIZES)
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("model", [*SERVED, SPARSE])
+@pytest.mark.parametrize("model", [*SERVED, SPARSE, COMPRESSED])
 def test_a_schedule_changes_no_bits(model: str, name: str) -> None:
     """E3: companions, chunks, prefix hits, preemption, overlap and speculation."""
     assert flips(model, name, 1) == []
@@ -78,9 +82,9 @@ def test_a_schedule_changes_no_bits(model: str, name: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("model", [*SERVED, SPARSE])
+@pytest.mark.parametrize("model", [*SERVED, SPARSE, COMPRESSED])
 def test_no_schedule_changes_bits(model: str, name: str) -> None:
-    """E3: the schedules of ``test_a_schedule_changes_no_bits``, and more: 324 together."""
+    """E3: the schedules of ``test_a_schedule_changes_no_bits``, and more: 378 together."""
     assert flips(model, name, PER_SETTING) == []
 
 
@@ -92,23 +96,25 @@ def test_without_the_option_bits_change() -> None:
     assert differing(engine, range(9, 10), wanted, results, SIZES)
 
 
-def test_preemption() -> None:
+@pytest.mark.parametrize("model", [LLAMA, COMPRESSED])
+def test_preemption(model: str) -> None:
     """E3: the second request loses its pages and is computed again."""
-    two = [Subject(tuple(range(start, start + 27)), SamplingParams(max_tokens=12, logprobs=1)) for start in (1, 50)]
-    results = alone(build(LLAMA), two)
-    engine = build(LLAMA, **SETTINGS["tight"])
+    two = [Subject(tuple(range(start, start + 23)), SamplingParams(max_tokens=16, logprobs=1)) for start in (1, 50)]
+    results = alone(build(model), two)
+    engine = build(model, **settings(CONTEXT, PAGES.get(model, PAGE))["tight"])
     assert play(engine, [Arrival(0, one, number) for number, one in enumerate(two)]) == list(enumerate(results))
     assert engine.scheduler.preemptions > 0
 
 
-def test_among_63_others() -> None:
-    wanted, results = expected(LLAMA)
+@pytest.mark.parametrize("model", [LLAMA, COMPRESSED])
+def test_among_63_others(model: str) -> None:
+    wanted, results = expected(model)
     crowd = [Arrival(0, Subject((number, 3, number), SamplingParams(max_tokens=3))) for number in range(63)]
-    engine = build(LLAMA, max_batch=64, num_pages=500)
+    engine = build(model, max_batch=64, num_pages=500)
     assert play(engine, [*crowd, Arrival(1, wanted[1], 1)]) == [(1, results[1])]
 
 
-@pytest.mark.parametrize("model", [SPARSE, "tiny:glm_moe_dsa"])
+@pytest.mark.parametrize("model", [SPARSE, "tiny:glm_moe_dsa", COMPRESSED])
 def test_rows_in_host_memory(model: str) -> None:
     """E3: HiSparse keeps the bits; a hot buffer has room for few rows more than a layer selects."""
     hisparse = {"enable_hisparse": True, "hisparse_config": {"device_buffer_size": 16}}

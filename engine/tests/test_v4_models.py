@@ -166,6 +166,18 @@ def test_a_batch_of_eight_in_chunks_gives_the_tokens_of_transformers(oracle):
     check(oracle, prompts, generated(engine, prompts, 12))
 
 
+def test_invariant_steps_give_the_tokens_of_transformers(oracle):
+    """E3: chunks, prefix hits, and drafts."""
+    prompts = [*drawn(120, 5, 33), drawn(7)[0] * 5]
+    engine = Engine(
+        str(oracle.folder), device="cpu", page_size=16, chunked_prefill_size=50, batch_invariant=True,
+        speculative_algorithm="ngram", speculative_num_steps=3,
+    )  # fmt: skip
+    for _ in range(2):
+        check(oracle, prompts, generated(engine, prompts, 12))
+    assert engine.cache_statistics.hit_tokens >= 112 + 32 + 32
+
+
 def test_prefix_hits_give_the_same_tokens(oracle):
     """Whole pages are found again, with entries and the tokens that the next entry needs."""
     shared, *tails = drawn(70, 9, 20, 1)
