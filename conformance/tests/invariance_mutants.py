@@ -24,6 +24,23 @@ def _of(level: str, *rows: tuple[str, str, str]) -> list[Mutant]:
     return [Mutant(f"{level}-{name}", "invariant", old, new, check, "other bits") for name, old, new in rows]
 
 
+_CHOOSE, _ATTEND = "choose(index, layer, dims, plan)\n", "attend(q, layer, plan, new, extras)\n"
+
+
+def _scaled(given: str, condition: str) -> str:
+    """A call with scaled values of an argument's entries under a condition."""
+    call = _ATTEND if given == "extras" else _CHOOSE
+    values = f"{given}.entries.values * (1.000001 if {condition} else 1)"
+    return call.replace(given, f"replace({given}, entries=replace({given}.entries, values={values}))")
+
+
+def _compressed(*rows: tuple[str, str, str, str, str]) -> list[Mutant]:
+    return [
+        Mutant(f"{level}-compressed_{name}", "compressed", old, new, f"mla.compressed.invariant.{level}", message)
+        for level, name, old, new, message in rows
+    ]
+
+
 MUTANTS = [
     *_of(
         "run",
@@ -106,6 +123,21 @@ MUTANTS = [
         "chunks-index_ties_by_row_of_the_chunk", "sparse", _TOPK,
         "(scores if row % 2 else scores.flip(0)).argsort(descending=True, stable=True)[: dims.topk]"
         ".sub(0 if row % 2 else len(seen) - 1).abs()", "mla.sparse.invariant.chunks", "selected rows",
+    ),
+    *_compressed(
+        ("batch", "tiles_of_the_batch", "(TorchSparseBackend):\n",
+         "(TorchSparseBackend):\n    def __init__(self, context):\n"
+         "        super().__init__(replace(context, invariant=frozenset()))\n\n", "other bits"),
+        ("chunks", "tiles_of_the_chunk", "(TorchSparseBackend):\n",
+         "(TorchSparseBackend):\n    def __init__(self, context):\n"
+         "        super().__init__(replace(context, invariant=frozenset()))\n\n", "other bits"),
+        ("batch", "entries_by_the_number_of_windows", _ATTEND,
+         _scaled("extras", "max(len(each.numbers) for each in plan.metadata.windows.values()) > 30"), "other bits"),
+        ("chunks", "entries_of_tokens_of_two_steps", _ATTEND,
+         _scaled("extras", "any(each.earlier for each in plan.metadata.windows.values())"), "other bits"),
+        ("chunks", "index_keys_of_a_decode", _CHOOSE, _scaled("index", "plan.mode == 'decode'"), "other bits"),
+        ("verify", "another_scale", _ATTEND,
+         _ATTEND.replace("q,", "q * (1.000001 if plan.mode == 'target_verify' else 1),"), "other bits"),
     ),
     Mutant(
         "chunks-linear_states_rounded_between_chunks", "linear", _ADVANCE, f"{_ADVANCE}; after = after * 1.0000001",

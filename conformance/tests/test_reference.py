@@ -12,7 +12,7 @@ from attnplug import AttentionKind, LayerSpec, MHAPool, MLAPool
 from attnplug.host import MLADims
 from attnplug_conformance.arithmetic import as_bytes
 from attnplug_conformance.catalog import all_checks
-from attnplug_conformance.reference import Rules, attention, entry, tree_bits
+from attnplug_conformance.reference import Rules, attention, entries, tree_bits
 from attnplug_conformance.scene import Scene
 from attnplug_conformance.stored_rows import StoredRows, coded_formats
 from attnplug_conformance.testing import subject_of
@@ -72,11 +72,12 @@ def test_a_row_that_sees_no_key_gives_zero_and_minus_infinity():
 def test_an_entry_is_the_turned_norm_of_what_a_window_and_the_one_before_bring():
     nothing, norm, turned = torch.zeros(2, 4), torch.tensor([1.0, 2.0]), torch.tensor([0.5])
     values = torch.tensor([[3.0, 4.0, 9.0, 9.0], [3.0, 4.0, 9.0, 9.0], [9.0, 9.0, 3.0, 4.0], [9.0, 9.0, 3.0, 4.0]])
-    made = entry(1, values, torch.zeros(4, 4), nothing, norm, 0.0, turned, overlap=True)
+    made = entries(values, torch.zeros(4, 4), nothing, norm, 0.0, turned, overlap=True)
     size = 12.5**0.5
     x, y = 3 / size, 2 * 4 / size
     wanted = [x * math.cos(1) - y * math.sin(1), x * math.sin(1) + y * math.cos(1)]
-    assert made.tolist() == pytest.approx(wanted)
+    assert made[1].tolist() == pytest.approx(wanted)
+    assert made[0].tolist() == pytest.approx([1.0, 2.0])  # of its own tokens, and not turned
 
 
 @pytest.mark.parametrize("format", [*coded_formats("mha"), *coded_formats("mla")], ids=str)

@@ -127,7 +127,9 @@ def check_of_case(text: str) -> str:
     level, comparison = from_text(text)
     if level not in (*INVARIANCE, "all"):
         raise ValueError(f"level {level!r} is unknown")
-    return f"{comparison.case.kind}.{'sparse.' * (comparison.case.index is not None)}invariant.{level}"
+    case = comparison.case
+    layer = "compressed." if case.compressed is not None else "sparse." if case.index is not None else ""
+    return f"{case.kind}.{layer}invariant.{level}"
 
 
 _STEPS = ("first", "second")

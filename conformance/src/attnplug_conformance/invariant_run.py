@@ -20,16 +20,18 @@ from attnplug import ForwardExtras, ForwardMode, Geometry
 from attnplug.host import KVPools, ModelAttention, TypicalLens
 from attnplug.linear import LinearInputs
 from attnplug.machine.runtime import runtime_of
+from attnplug.sparse import CompressorInputs
 from attnplug_conformance.arithmetic import NAN, as_bytes, poison
 from attnplug_conformance.case import LAYER, Case
 from attnplug_conformance.check import CheckContext
 from attnplug_conformance.checks.cache import uncontiguous
+from attnplug_conformance.checks.compressed import CompressedScene, ReferenceCompressor, check_compressed
 from attnplug_conformance.checks.graphs import Capture
 from attnplug_conformance.checks.sparse import SparseCapture, SparseScene, check_selected
 from attnplug_conformance.invariant_case import Step
 from attnplug_conformance.linear_scene import LinearScene
 from attnplug_conformance.scene import Scene
-from attnplug_sparse.pools import INDEX_KEYS
+from attnplug_sparse.pools import COMPRESSED, INDEX_KEYS, EntryCache
 
 Results = Mapping[str, Tensor]
 """Results ``[new rows, …]`` of the request under test, by name."""
@@ -46,6 +48,8 @@ class StepRunner(Protocol):
 
 def make_runner(context: CheckContext, case: Case, steps: Iterable[Step]) -> StepRunner:
     """Build the backend for the layer of ``case``, with capacity for all ``steps``."""
+    if case.compressed is not None:
+        return CompressedRunner(context, case, tuple(steps))
     kind = LinearRunner if case.kind.is_linear else SparseRunner if case.index is not None else DenseRunner
     return kind(context, case, tuple(steps))
 
@@ -258,6 +262,128 @@ class SparseRunner(DenseRunner):
         width = scene.index.topk
         chosen = torch.tensor([[*rows, *[-1] * (width - len(rows))] for rows in scene.chosen])
         return {"selected rows": chosen, "output": out} | ({} if lse is None else {"log-sum-exp": lse})
+
+
+class CompressedStepScene(CompressedScene, StepScene):
+    """Scene of one step of a compressed layer. Entries of the cached rows of the request under test are those that the
+    backend makes, so that a row sees the same ones in every step."""
+
+    def __init__(self, runner: CompressedRunner, step: Step) -> None:
+        self.runner = runner
+        super().__init__(runner, step)
+        if self.index is not None:
+            self.index_inputs(sum(self.new))
+            assert self.queries is not None
+            start = sum(self.new[: self.place])
+            for rows, own in zip(self.queries, runner.index_rows, strict=True):
+                rows[start : start + step.new] = own[step.before : step.total]
+
+    def _pools(self, zero_region: str | None) -> KVPools:
+        pools = super()._pools(zero_region)
+        if self.step.before >= self.dims.ratio:
+            for cache, made in zip(_entry_caches(pools), self.runner.cached, strict=True):
+                page, offset = self._last_tokens(0, self.step.before)
+                cache.entries[page, offset // self.dims.ratio] = made[: len(page)]
+        return pools
+
+    def _last_tokens(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return pages and offsets of the last tokens of windows of the request under test."""
+        pages, offsets = self.places(self.place, start, stop)
+        first = -(start + 1) % self.dims.ratio
+        return pages[first :: self.dims.ratio], offsets[first :: self.dims.ratio]
+
+    def compressor(self, dim: int, name: str) -> ReferenceCompressor:
+        made, base = super().compressor(dim, name), self.runner.base
+        given = base.own if name == "entries" else base.index_compressor
+        assert given is not None
+        made.weights = given.weights
+        for rows, own in zip((made.values, made.gates), self.runner.compressor_rows[name], strict=True):
+            rows[self.place] = own[: self.step.total]
+            self.share(rows)
+        return made
+
+    def entry_inputs(self, compressor: ReferenceCompressor, rows: int) -> CompressorInputs:
+        given = super().entry_inputs(compressor, rows)
+        if not self.step.strided:
+            return given
+        values, gates = torch.cat((given.values, given.gates), 1).chunk(2, 1)
+        return replace(given, values=values, gates=gates)
+
+    def new_entries(self) -> dict[str, Tensor]:
+        """Return the stored entries that new tokens of the request under test complete, by row; zeros elsewhere."""
+        found, step, ratio = {}, self.step, self.dims.ratio
+        page, offset = self._last_tokens(step.before, step.total)
+        first = sum(self.new[: self.place]) + -(step.before + 1) % ratio
+        rows = first + ratio * torch.arange(len(page), device=self.device)
+        for name, cache in zip(("entries", "index keys"), _entry_caches(self.base.pools), strict=False):
+            stored = cache.entries.new_zeros(sum(self.new), cache.entries.shape[-1])
+            stored[rows] = cache.entries[page, offset // ratio]
+            found[name] = stored
+        return found
+
+
+def _entry_caches(pools: KVPools) -> list[EntryCache]:
+    """Return the caches of the entries and, with an index, of the index keys of the layer under test."""
+    pool = pools.cache(COMPRESSED)
+    return [cache for cache in (pool.entries(LAYER), pool.index(LAYER)) if cache is not None]
+
+
+class CompressedRunner(DenseRunner):
+    """Runner of compressed layers."""
+
+    base: CompressedScene
+
+    def __init__(self, context: CheckContext, case: Case, steps: tuple[Step, ...]) -> None:
+        self._prefill = Step(0, max(step.total for step in steps))
+        super().__init__(context, case, (*steps, self._prefill))
+
+    def _base(self, case: Case) -> Scene:
+        return CompressedScene(self.context.subject, case)
+
+    def _scene(self, step: Step) -> StepScene:
+        return CompressedStepScene(self, step)
+
+    @cached_property
+    def cached(self) -> list[Tensor]:
+        """Entries, and index keys if there are any, of the request under test: those of one prefill."""
+        found, ratio = self.run(self._prefill), self.base.dims.ratio
+        return [found[name][ratio - 1 :: ratio] for name in ("entries", "index keys") if name in found]
+
+    @cached_property
+    def compressor_rows(self) -> dict[str, tuple[Tensor, ...]]:
+        """Values and gates of every position of the request under test, for entries and index keys."""
+        series, index = self.base.dims.series, self.base.index
+        found = {"entries": self._positions(2, series * self.base.widths[0]).unbind(1)}
+        if index is not None:  # another shape has other random values
+            found["index keys"] = self._positions(2, 1, series * index.head_dim).flatten(2).unbind(1)
+        return found
+
+    @cached_property
+    def index_rows(self) -> tuple[Tensor, Tensor]:
+        """Index queries and weights of every position of the request under test."""
+        index = self.base.index
+        assert index is not None
+        return self._positions(index.heads, index.head_dim), self._positions(index.heads).float()
+
+    def _results(self, scene: StepScene, capture: Capture | None, check: bool) -> dict[str, Tensor]:
+        assert isinstance(scene, CompressedStepScene)
+        for theirs, ours in zip(_entry_caches(scene.pools), _entry_caches(self.base.pools), strict=True):
+            for given, memory in ((theirs.entries, ours.entries), (theirs.tokens, ours.tokens)):
+                poison(memory)
+                as_bytes(memory)[: len(given)] = as_bytes(given)
+        batch, results, selected = scene.plan(scene.batch()), dict[str, Tensor](), None
+        if scene.index is not None:
+            selected = scene.select(batch)
+            if check:
+                scene.check_selection(selected)
+            results["selected entries"] = selected.positions.sort(1).values
+        lse = torch.full((batch.num_tokens, scene.layer.num_heads), NAN, device=scene.device) if self.lse else None
+        inputs = scene.entry_inputs(scene.own, batch.num_tokens)
+        out = scene.forward(batch, extras=ForwardExtras(selected=selected, lse=lse, entries=inputs))
+        if check:
+            check_compressed(self.context, scene, out, lse)
+        results |= scene.new_entries() | {"output": out}
+        return results if lse is None else results | {"log-sum-exp": lse}
 
 
 class LinearRunner:

@@ -12,7 +12,7 @@ from typing import Any
 from attnplug import AttentionKind, CacheLayout, DType, ExtendPath, ForwardMode, GraphLevel, Role
 from attnplug.host import MLADims
 from attnplug.linear import LinearDims
-from attnplug.sparse import IndexerDims
+from attnplug.sparse import CompressedDims, IndexerDims
 from attnplug_conformance.case import Case
 from attnplug_conformance.reference import Parents
 from attnplug_conformance.stored_rows import format_of
@@ -159,7 +159,12 @@ def cache_bytes(case: Case) -> int:
 # Text form: JSON of the fields that differ from their defaults
 
 _DERIVED = ("case", "extras", "layers_alike")
-_RECORDS: dict[str, Callable[..., Any]] = {"mla": MLADims, "linear": LinearDims, "index": IndexerDims}
+_RECORDS: dict[str, Callable[..., Any]] = {
+    "mla": MLADims,
+    "linear": LinearDims,
+    "index": IndexerDims,
+    "compressed": CompressedDims,
+}
 _ENUMS: dict[str, Callable[[Any], Any]] = {
     "mode": ForwardMode,
     "kind": AttentionKind,
@@ -231,7 +236,7 @@ def changed_fields(value: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    if isinstance(value, MLADims | LinearDims | IndexerDims):
+    if isinstance(value, MLADims | LinearDims | IndexerDims | CompressedDims):
         return [getattr(value, each.name) for each in fields(value)]
     if isinstance(value, frozenset):
         return sorted(value)

@@ -105,8 +105,7 @@ def tree_bits(trees: tuple[Parents, ...], device: torch.device) -> Tensor:
     return torch.tensor(signed, dtype=torch.int64, device=device)
 
 
-def entry(
-    number: int,
+def entries(
     values: Tensor,
     gates: Tensor,
     bias: Tensor,
@@ -116,24 +115,24 @@ def entry(
     *,
     overlap: bool,
 ) -> Tensor:
-    """Compute one compressed entry of a request by the equations of ``CompressorInputs``; ``[dim]`` float64.
+    """Compute a request's compressed entries by the equations of ``CompressorInputs``; ``[entries, dim]`` float64.
 
     ``values`` and ``gates`` cover all tokens of the request. ``bias`` is ``[ratio, series * dim]``.
     """
     ratio, dim, rope = len(bias), len(norm), 2 * len(frequencies)
-    all_gates, all_values = gates.double(), values.double()
-    own = slice(number * ratio, (number + 1) * ratio)
-    terms, gate = all_values[own, -dim:], all_gates[own, -dim:] + bias[:, -dim:].double()
-    if overlap and number:
-        before = slice((number - 1) * ratio, number * ratio)
-        terms = torch.cat((terms, all_values[before, :dim]))
-        gate = torch.cat((gate, all_gates[before, :dim] + bias[:, :dim].double()))
-    pooled = (gate.softmax(0) * terms).sum(0)
-    made: Tensor = pooled / (pooled.square().mean() + eps).sqrt() * norm.double()
-    angles = number * ratio * frequencies.double()
-    even, odd = made[dim - rope :: 2].clone(), made[dim - rope + 1 :: 2].clone()
-    made[dim - rope :: 2] = even * angles.cos() - odd * angles.sin()
-    made[dim - rope + 1 :: 2] = even * angles.sin() + odd * angles.cos()
+    count = len(values) // ratio
+    terms, gate = (each[: count * ratio].double().unflatten(0, (count, ratio)) for each in (values, gates))
+    gate = gate + bias.double()
+    if overlap:  # the first window has no previous one
+        before = torch.cat((torch.zeros_like(terms[:1]), terms[:-1]))[..., :dim]
+        gates_before = torch.cat((torch.full_like(gate[:1], float("-inf")), gate[:-1]))[..., :dim]
+        terms, gate = torch.cat((before, terms[..., dim:]), 1), torch.cat((gates_before, gate[..., dim:]), 1)
+    pooled = (gate.softmax(1) * terms).sum(1)
+    made: Tensor = pooled / (pooled.square().mean(1, keepdim=True) + eps).sqrt() * norm.double()
+    angles = torch.arange(0, count * ratio, ratio, device=made.device)[:, None] * frequencies.double()
+    even, odd = made[:, dim - rope :: 2].clone(), made[:, dim - rope + 1 :: 2].clone()
+    made[:, dim - rope :: 2] = even * angles.cos() - odd * angles.sin()
+    made[:, dim - rope + 1 :: 2] = even * angles.sin() + odd * angles.cos()
     return made
 
 

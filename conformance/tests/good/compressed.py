@@ -20,6 +20,7 @@ SPEC = BackendSpec(
         features=frozenset({Feature.SLIDING_WINDOW, Feature.SINKS, Feature.SPARSE, Feature.COMPRESSED}),
         max_speculative_tokens=8,
         extras=frozenset({"entries", "lse", "out", "selected", "sinks"}),
+        invariant=frozenset({"run", "batch", "graph", "chunks", "verify"}),
     ),
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from attnplug_conformance.check import Check, CheckContext, Measured
 from attnplug_conformance.checks.sparse import DECODE, EXTEND
 from attnplug_conformance.diagnosis import check_padding, check_result
 from attnplug_conformance.failure import CheckFailure
-from attnplug_conformance.reference import Rules, attention, entry
+from attnplug_conformance.reference import Rules, attention, entries
 from attnplug_conformance.scene import Scene
 from attnplug_sparse.pools import COMPRESSED, CompressedPool
 
@@ -48,28 +48,26 @@ class ReferenceCompressor:
         )
         self.values = [scene.normal(total, width) for total in scene.totals]
         self.gates = [scene.normal(total, width) for total in scene.totals]
-        self.entries = [
-            [self._entry(request, number) for number in range(total // dims.ratio)]
-            for request, total in enumerate(scene.totals)
-        ]
 
-    def _entry(self, request: int, number: int) -> Tensor:
-        own, bias = self.weights, self.weights.bias
-        made = (self.values[request], self.gates[request], bias, own.norm, own.eps, own.frequencies)
-        return entry(number, *made, overlap=self.dims.overlap)
+    @cached_property
+    def entries(self) -> list[Tensor]:
+        """Entries of each request, in float64."""
+        own, made = self.weights, zip(self.values, self.gates, strict=True)
+        weights = own.bias, own.norm, own.eps, own.frequencies
+        return [entries(values, gates, *weights, overlap=self.dims.overlap) for values, gates in made]
 
     def store(self, entries: Tensor, tokens: Tensor) -> None:
         """Fill the caches as the prefixes leave them: entries of complete windows, and each page's newest tokens."""
-        scene, ratio, kept, size = self.scene, self.dims.ratio, tokens.shape[1], self.scene.page_size
+        scene, ratio, kept = self.scene, self.dims.ratio, tokens.shape[1]
         for request, (before, _) in enumerate(scene.case.lengths):
-            pages, offsets = (place.tolist() for place in scene.places(request, 0, before))
-            for number in range(before // ratio):
-                last = number * ratio + ratio - 1
-                entries[pages[last], offsets[last] // ratio] = self.entries[request][number].to(entries.dtype)
-            for token in range(before):
-                if token >= min(before, token - offsets[token] + size) - kept:
-                    row = torch.cat((self.values[request][token], self.gates[request][token]))
-                    tokens[pages[token], offsets[token] % kept] = row
+            pages, offsets = scene.places(request, 0, before)
+            last = slice(ratio - 1, None, ratio)
+            made = self.entries[request][: before // ratio].to(entries.dtype)
+            entries[pages[last], offsets[last] // ratio] = made
+            position = torch.arange(before, device=pages.device)
+            newest = position >= (position - offsets + scene.page_size).clamp(max=before) - kept
+            rows = torch.cat((self.values[request], self.gates[request]), 1)[:before]
+            tokens[pages[newest], offsets[newest] % kept] = rows[newest]
 
     def inputs(self, rows: int) -> CompressorInputs:
         """Inputs of the new tokens, with NaN for padding."""
@@ -80,6 +78,9 @@ class ReferenceCompressor:
 class CompressedScene(Scene):
     """Scene with compressed entries, poisoned like the rows."""
 
+    queries: tuple[Tensor, Tensor] | None = None
+    """Index queries and their weights."""
+
     def _pools(self, zero_region: str | None) -> KVPools:
         plain, case = super()._pools(zero_region), self.case
         assert case.compressed is not None and case.dtype is not None
@@ -87,10 +88,8 @@ class CompressedScene(Scene):
         pool = CompressedPool(
             case.layers, num_pages=self.num_pages, page_size=self.page_size, dtype=case.dtype, device=self.device
         )
-        self.own = ReferenceCompressor(self, self.dims, self.widths[0])
-        self.index_compressor = (
-            None if self.index is None else ReferenceCompressor(self, self.dims, self.index.head_dim)
-        )
+        self.own = self.compressor(self.widths[0], "entries")
+        self.index_compressor = None if self.index is None else self.compressor(self.index.head_dim, "index keys")
         for layer_id in pool.layer_ids:
             for compressor, cache in (
                 (self.own, pool.entries(layer_id)),
@@ -104,6 +103,22 @@ class CompressedScene(Scene):
         self.chosen: list[list[int]] | None = None
         return KVPools(mla=plain.mla, caches={COMPRESSED: pool})
 
+    def compressor(self, dim: int, name: str) -> ReferenceCompressor:
+        """Return the compressor of the layer's ``entries`` or ``index keys``."""
+        return ReferenceCompressor(self, self.dims, dim)
+
+    def entry_inputs(self, compressor: ReferenceCompressor, rows: int) -> CompressorInputs:
+        return compressor.inputs(rows)
+
+    def index_inputs(self, rows: int) -> IndexInputs:
+        """Index inputs of the new tokens in ``rows`` rows, with NaN for padding."""
+        assert self.index is not None and self.index_compressor is not None
+        if self.queries is None:
+            tokens, heads = sum(self.new), self.index.heads
+            self.queries = self.normal(tokens, heads, self.index.head_dim), self.normal(tokens, heads).float()
+        q, weights = (pad_rows(each, rows) for each in self.queries)
+        return IndexInputs(q, None, weights, self.entry_inputs(self.index_compressor, rows))
+
     def places_of_tokens(self) -> Iterator[tuple[int, int]]:
         """Request and position of each new token."""
         for request, (before, new) in enumerate(self.case.lengths):
@@ -111,19 +126,21 @@ class CompressedScene(Scene):
                 yield request, position
 
     def select(self, batch: ForwardBatch) -> SelectedPositions:
-        """Return the entries that the backend selects, after checking their scores."""
-        assert self.index is not None and self.index_compressor is not None
+        """Return the entries that the backend selects."""
         hook = bind_optional_hook(self.backend, "select")
         if hook is None:
             raise CheckFailure("it claims sparse layers but has no select")
-        rows, tokens = batch.num_tokens, sum(self.new)
-        q = self.normal(tokens, self.index.heads, self.index.head_dim)
-        weights = self.normal(tokens, self.index.heads).float()
-        inputs = IndexInputs(pad_rows(q, rows), None, pad_rows(weights, rows), self.index_compressor.inputs(rows))
+        inputs = self.index_inputs(batch.num_tokens)
         with uninitialized_as_nan(self.device):
-            found = hook(inputs, self.layer, batch)
+            found: object = hook(inputs, self.layer, batch)
         if not isinstance(found, SelectedPositions):
             raise CheckFailure(f"select returned {type(found).__name__} for entries, not SelectedPositions")
+        return found
+
+    def check_selection(self, found: SelectedPositions) -> None:
+        """Check that a selection has the right number of entries and the best scores."""
+        assert self.index is not None and self.index_compressor is not None and self.queries is not None
+        q, weights = self.queries
         self.chosen = []
         for token, (request, position) in enumerate(self.places_of_tokens()):
             selected = [number for number in found.positions[token].tolist() if number >= 0]
@@ -137,7 +154,7 @@ class CompressedScene(Scene):
                 right = f"{wanted} distinct entries of the {visible} complete windows"
                 raise CheckFailure(f"select chose entries {sorted(selected)} ({place}), not {right}")
             if selected:
-                keys = torch.stack(self.index_compressor.entries[request][:visible])
+                keys = self.index_compressor.entries[request][:visible]
                 scores = weights[token].double() @ torch.relu(q[token].double() @ keys.T * self.index.scale)
                 best = scores.sort(descending=True).values[:wanted]
                 largest = scores.abs().max().clamp(min=1e-30)
@@ -147,20 +164,19 @@ class CompressedScene(Scene):
                         f"select chose entries whose scores fall short of the best by {short:.1e} ({place})"
                     )
             self.chosen.append(selected)
-        return found
 
     def wanted_compressed(
-        self, *, entries: bool = True, sinks: bool = True, window: int | None = None
+        self, *, with_entries: bool = True, sinks: bool = True, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Expected output and log-sum-exp. Parameters other than the defaults give the result of a mistake."""
         found, window = [], window or self.case.window
         assert window is not None
         for token, (request, position) in enumerate(self.places_of_tokens()):
             rows = self.stored(request)[0][max(0, position - window + 1) : position + 1]
-            visible = range((position + 1) // self.dims.ratio)
-            request_entries = self.own.entries[request]
-            for number in (visible if self.chosen is None else self.chosen[token]) if entries else ():
-                rows = torch.cat((rows, request_entries[number][None, None]))
+            visible = [*range((position + 1) // self.dims.ratio)]
+            if with_entries:
+                seen = self.own.entries[request][visible if self.chosen is None else self.chosen[token]]
+                rows = torch.cat((rows, seen.unsqueeze(1)))
             rules = Rules(self.layer.scale, aligned="none")
             found.append(attention(self.q[token][None], rows, rows, rules, self.sinks if sinks else None))
         return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
@@ -170,12 +186,20 @@ def _compressed(context: CheckContext) -> None:
     scene = CompressedScene(context.subject, context.case)
     batch = scene.plan(scene.batch())
     rows = batch.num_tokens
-    selected = None if scene.index is None else scene.select(batch)
+    selected = None
+    if scene.index is not None:
+        selected = scene.select(batch)
+        scene.check_selection(selected)
     lse = None
     if "lse" in context.subject.capabilities.extras:
         lse = torch.full((rows, scene.layer.num_heads), NAN, device=scene.device)
     out = scene.forward(batch, extras=ForwardExtras(selected=selected, lse=lse, entries=scene.own.inputs(rows)))
     check_result(scene, out, rows)
+    check_compressed(context, scene, out, lse)
+
+
+def check_compressed(context: CheckContext, scene: CompressedScene, out: Tensor, lse: Tensor | None) -> None:
+    """Raise :class:`CheckFailure` unless a result agrees with float64."""
     wanted, wanted_lse = scene.wanted_compressed()
     allowed, attended = 2 * scene.tolerance, out[: len(wanted)]
     error = relative_error(attended, wanted)
@@ -191,7 +215,7 @@ def _explained(scene: CompressedScene, out: Tensor, error: float, allowed: float
     window = scene.case.window
     assert window is not None
     for message, (other, _) in (
-        ("it attended only to the window's rows and ignored the entries", scene.wanted_compressed(entries=False)),
+        ("it attended only to the window's rows and ignored the entries", scene.wanted_compressed(with_entries=False)),
         ("it ignored the sinks", scene.wanted_compressed(sinks=False)),
         ("it ignored the sliding window, which limits the rows", scene.wanted_compressed(window=1 << 20)),
         ("its sliding window has one key too many", scene.wanted_compressed(window=window + 1)),
@@ -232,13 +256,19 @@ def compressed_checks() -> Iterator[Check]:
             f"mla.compressed.{name}",
             "compressed",
             requirement,
-            partial(_sized, whole, lengths),
+            partial(_with_lengths, whole, lengths),
             _compressed,
             name.startswith("index"),
         )
 
 
-def _sized(case: Case, lengths: Lengths, p: int, longest: int) -> Case:
+def sized(case: Case, p: int, longest: int) -> Case:
     """Set sizes: small on a CPU, a model's on a GPU. A page holds complete windows."""
-    dim, size = 512 if longest > 2000 else 16, None if p % 8 == 0 else 16
-    return replace(case, lengths=lengths(size or p), page_size=size, mla=MLADims(dim, dim, 0), v_head_dim=dim)
+    dim = 512 if longest > 2000 else 16
+    size = None if p % 8 == 0 else 16
+    return replace(case, page_size=size, mla=MLADims(dim, dim, 0), v_head_dim=dim)
+
+
+def _with_lengths(case: Case, lengths: Lengths, p: int, longest: int) -> Case:
+    fitted = sized(case, p, longest)
+    return replace(fitted, lengths=lengths(fitted.page_size or p))

@@ -19,10 +19,12 @@ from typing import Any, TypeVar
 
 from attnplug import AttentionKind, Feature, ForwardMode, GraphLevel, Role
 from attnplug.declare.problem import INVARIANCE
+from attnplug.sparse import CompressedDims, IndexerDims
 from attnplug_conformance.arithmetic import as_bytes
 from attnplug_conformance.case import Case
 from attnplug_conformance.check import Check, CheckContext
 from attnplug_conformance.checks.accuracy import FEATURES
+from attnplug_conformance.checks.compressed import sized
 from attnplug_conformance.checks.sparse import INDEX
 from attnplug_conformance.failure import CheckFailure
 from attnplug_conformance.invariant_case import PASSES, Comparison, Step, from_text, to_text
@@ -41,6 +43,8 @@ REPEATS = 6
 BLOCKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 """Usual sizes of tiles and splits."""
 GRAPH_LEVELS = {DECODE: GraphLevel.DECODE, VERIFY: GraphLevel.UNIFORM, EXTEND: GraphLevel.ALWAYS}
+OVERLAPPING, ENTRY_INDEX = CompressedDims(4, overlap=True), IndexerDims(heads=2, head_dim=16, topk=3)
+"""Of a compressed layer. With two index heads many scores are zero, and so equal."""
 ADVICE = {
     "run": "use no atomics whose order changes results, and decide nothing by time",
     "batch": "split KV at absolute positions, use one tile size, and merge in a fixed order",
@@ -324,7 +328,9 @@ def _layers(context: CheckContext) -> Iterator[Case]:
     """Yield the check's layer, then layers with features, dtypes and KV formats that the backend claims."""
     subject, case = context.subject, context.case
     yield case
-    if case.kind.is_linear or case.index is not None:
+    if case.compressed is not None and case.index is not None:
+        yield subject.fit(replace(case, compressed=CompressedDims(8), index=None, extras=case.extras - {"selected"}))
+    if case.kind.is_linear or case.index is not None or case.compressed is not None:
         return
     can = subject.capabilities
     changes = [FEATURES[name][1] for name in ("window_and_cap", "sinks", "window", "cap")]
@@ -344,24 +350,26 @@ def _layers(context: CheckContext) -> Iterator[Case]:
             continue
 
 
-def _applies(level: str, kind: AttentionKind, sparse: bool, subject: Subject) -> str | None:
+def _applies(level: str, kind: AttentionKind, layer: Feature | None, subject: Subject) -> str | None:
     can = subject.capabilities
     if level != "all" and level not in can.invariant:
         return f"it does not claim invariance {level}"
     if not can.invariant:
         return "it claims no level of invariance"
-    if sparse and Feature.SPARSE not in can.features:
-        return "it does not serve sparse layers"
+    if layer is not None and layer not in can.features:
+        return f"it does not serve {layer} layers"
     if level == "graph" and can.cuda_graph is GraphLevel.NEVER:
         return "it is never captured"
     if level == "graph" and kind.is_linear:
         return "captured linear layers are compared with float64 only"
+    if level == "graph" and layer is Feature.COMPRESSED:
+        return "captured compressed layers are not compared"
     if level == "verify" and not can.max_speculative_tokens:
         return "it verifies no drafts"
     return None
 
 
-def _check_claim(level: str, kind: AttentionKind, sparse: bool, context: CheckContext) -> None:
+def _check_claim(level: str, kind: AttentionKind, layer: Feature | None, context: CheckContext) -> None:
     """Check a level on a layer that fits the backend's claims.
 
     The log-sum-exp is requested if it is claimed. The mode is decode unless the backend only prefills.
@@ -370,13 +378,18 @@ def _check_claim(level: str, kind: AttentionKind, sparse: bool, context: CheckCo
     case = Case(
         ((3, 1),),
         kind=kind,
-        index=replace(INDEX, heads=5) if sparse else None,
-        extras=frozenset({"selected"} if sparse else ()),
+        index=replace(INDEX, heads=5) if layer is Feature.SPARSE else None,
+        extras=frozenset({"selected"} if layer is Feature.SPARSE else ()),
         invariant=can.invariant if level == "all" else frozenset({level}),
         seed=context.case.seed,
     )
     if "lse" in can.extras and not kind.is_linear:
         case = replace(case, extras=case.extras | {"lse"})
+    if layer is Feature.COMPRESSED:
+        case = replace(sized(case, subject.page_size, subject.longest), compressed=OVERLAPPING, window=6, sinks=True)
+        case = replace(case, extras=case.extras | {"entries", "sinks"})
+        if Feature.SPARSE in can.features:
+            case = replace(case, index=ENTRY_INDEX, extras=case.extras | {"selected"})
     decodes = kind.is_linear or Role.DECODE in can.roles
     context.case = subject.fit(replace(case, mode=DECODE if decodes else EXTEND))
     _check_level(level, context)
@@ -386,14 +399,14 @@ def invariance_checks() -> Iterator[Check]:
     """Yield the checks of every attention kind and level."""
     together = "a row has the same bits if conditions of all claimed levels change together"
     for kind in AttentionKind:
-        for sparse in (False, True) if kind is AttentionKind.MLA else (False,):
+        for layer in (None, Feature.SPARSE, Feature.COMPRESSED) if kind is AttentionKind.MLA else (None,):
             for level in (*INVARIANCE, "all"):
                 yield Check(
-                    f"{kind}.{'sparse.' * sparse}invariant.{level}",
+                    f"{kind}.{'' if layer is None else f'{layer}.'}invariant.{level}",
                     f"invariant {level}",
                     f"a row has the same bits regardless of {INVARIANCE[level]}" if level != "all" else together,
                     None,
-                    partial(_check_claim, level, kind, sparse),
+                    partial(_check_claim, level, kind, layer),
                     False,
-                    partial(_applies, level, kind, sparse),
+                    partial(_applies, level, kind, layer),
                 )
