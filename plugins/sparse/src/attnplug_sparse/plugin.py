@@ -17,6 +17,7 @@ from attnplug import (
     RefusalCode,
     Role,
     RowPart,
+    Setting,
     hookimpl,
 )
 
@@ -67,7 +68,8 @@ def attnplug_kv_formats() -> list[KVFormat]:
 
 
 def _check_layers(problem: Problem, role: Role | None, options: None) -> Iterator[Refusal]:
-    """Refuse models without sparse or compressed layers, which ``torch_native`` serves faster."""
+    """Refuse models without sparse or compressed layers, which ``torch_native`` serves faster, and levels of
+    compressed ones that have not been compared."""
     model = problem.model
     if model is None or role is Role.LINEAR or not model.full_layers:
         return
@@ -78,4 +80,13 @@ def _check_layers(problem: Problem, role: Role | None, options: None) -> Iterato
             sorted({str(feature) for layer in model.full_layers for feature in layer.features}),
             [Feature.COMPRESSED.value, Feature.SPARSE.value],
             None if role is None else role.setting,
+        )
+    if model.compressed_layers and problem.device != "cpu" and (levels := sorted(problem.invariant - {"run"})):
+        yield Refusal(
+            RefusalCode.INVARIANCE,
+            f"invariance {', '.join(levels)} is requested; for compressed layers this backend claims it on a CPU only, "
+            f"and run on {problem.device}",
+            levels,
+            ["run"],
+            Setting.BATCH_INVARIANT,
         )

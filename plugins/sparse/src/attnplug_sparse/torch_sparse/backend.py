@@ -47,9 +47,6 @@ from attnplug_sparse.torch_sparse.invariant import (
 )
 from attnplug_sparse.torch_sparse.selection import attend_selected, choose_positions, selected_slots, selects_all
 
-_WINDOWS = 32
-"""Windows that a GPU computes at once if results are invariant. A CPU computes one."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedSlots:
@@ -90,9 +87,9 @@ class TorchSparseBackend(SparseAttention):
                 f"backend {context.name} serves MLA layers, and there is no MLA pool; build the pools with it"
             )
         self._mla: MLAPool = context.pools.mla
-        self._fixed_tiles = bool(context.invariant - {"run"})
-        tile = None if not self._fixed_tiles else 1 if context.device.type == "cpu" else _WINDOWS
-        self._entries = Entries(context.pools.cache(COMPRESSED), tile) if context.model.compressed_layers else None
+        self._fixed_tiles, self._entries = bool(context.invariant - {"run"}), None
+        if context.model.compressed_layers:
+            self._entries = Entries(context.pools.cache(COMPRESSED), one_by_one=self._fixed_tiles)
         self._window = max((layer.sliding_window or 0 for layer in context.model.layers), default=0)
 
     def plan(self, geometry: Geometry) -> Plan:

@@ -29,7 +29,7 @@ class Windows:
     those of the previous window. ``rows`` ``[windows, span]`` is the new row of each token, -1 for a token of an
     earlier step. ``slots`` ``[windows, span]`` is its slot, -1 if there is no previous window. ``kept`` ``[rows]`` are
     the slots of new tokens that are kept, -1 for others. ``earlier`` is True if some tokens are of earlier steps.
-    ``tile`` is the constant number of windows that are computed at once, ``None`` for any number.
+    With ``one_by_one``, each entry is computed by itself, so that its bits do not depend on other windows.
     """
 
     numbers: Tensor
@@ -37,10 +37,10 @@ class Windows:
     slots: Tensor
     kept: Tensor
     earlier: bool
-    tile: int | None = None
+    one_by_one: bool = False
 
     @classmethod
-    def of(cls, geometry: Geometry, new_slots: Tensor, shape: EntryShape, tile: int | None = None) -> Windows:
+    def of(cls, geometry: Geometry, new_slots: Tensor, shape: EntryShape, *, one_by_one: bool = False) -> Windows:
         ratio, span, size = shape.ratio, shape.ratio * shape.series, geometry.page_size
         query_lens, kv_lens, device = geometry.query_lens, geometry.kv_lens, geometry.device
         starts = [total - new for new, total in zip(query_lens, kv_lens, strict=True)]
@@ -61,20 +61,21 @@ class Windows:
             kept = new_slots.masked_fill(position < end - shape.kept, -1)
         earlier = any(count and start > max(0, begin * ratio + ratio - span)
                       for start, begin, count in zip(starts, first, counts, strict=True))  # fmt: skip
-        return cls(numbers, rows, slots.masked_fill_(positions < 0, -1), kept, earlier, tile)
+        return cls(numbers, rows, slots.masked_fill_(positions < 0, -1), kept, earlier, one_by_one)
 
 
 class Entries:
-    """Operations on the entries of a model's compressed layers. ``tile`` is that of all ``Windows``."""
+    """Operations on the entries of a model's compressed layers. For ``one_by_one`` see ``Windows``."""
 
-    def __init__(self, pool: CompressedPool, tile: int | None = None) -> None:
-        self._pool, self._tile = pool, tile
+    def __init__(self, pool: CompressedPool, *, one_by_one: bool = False) -> None:
+        self._pool, self._one_by_one = pool, one_by_one
         caches = [pool.entries(layer_id) for layer_id in pool.layer_ids]
         self._shapes = {_key(cache.shape): cache.shape for cache in caches}
 
     def plan(self, geometry: Geometry, new_slots: Tensor) -> Mapping[tuple[int, int], Windows]:
         """Return the completed windows for each kind of compressor, by ``_key``."""
-        return {key: Windows.of(geometry, new_slots, shape, self._tile) for key, shape in self._shapes.items()}
+        alone = self._one_by_one
+        return {key: Windows.of(geometry, new_slots, each, one_by_one=alone) for key, each in self._shapes.items()}
 
     @property
     def ratios(self) -> set[int]:
@@ -187,21 +188,18 @@ def write_entries(cache: EntryCache, inputs: CompressorInputs, windows: Windows)
 def _new_entries(cache: EntryCache, inputs: CompressorInputs, windows: Windows) -> Iterator[tuple[slice, Tensor]]:
     """Yield entries of ``windows`` with their range, then keep new tokens, which overwrite tokens that were read."""
     shape, new = cache.shape, torch.cat((inputs.values, inputs.gates), 1)
-    span, count = windows.rows.shape[1], windows.numbers.shape[0]
-    step = windows.tile or max(1, _TILE // (span * new.shape[1]))
-    for first in range(0, count, step):
+    span = windows.rows.shape[1]
+    step = 1 if windows.one_by_one else max(1, _TILE // (span * new.shape[1]))
+    for first in range(0, windows.numbers.shape[0], step):
         part = slice(first, first + step)
-        numbers, rows, slots = windows.numbers[part], windows.rows[part], windows.slots[part]
-        if windows.tile is not None and first + step > count:  # the last one, again and again
-            more = first + step - count
-            numbers, rows, slots = (torch.cat((each, each[-1:].repeat_interleave(more, 0))) for each in
-                                    (numbers, rows, slots))  # fmt: skip
+        rows, slots = windows.rows[part], windows.slots[part]
         tokens = new.index_select(0, rows.clamp(min=0).flatten()).unflatten(0, rows.shape)
         if windows.earlier:
             tokens = torch.where((rows < 0).unsqueeze(-1), cache.read_tokens(slots.clamp(min=0)), tokens)
         entries = _entries(tokens.float(), slots < 0, shape, inputs.weights)
-        entries = _rotated(entries, numbers * shape.ratio, inputs.weights.frequencies)
-        yield part, entries[: count - first].to(new.dtype)
+        first_positions = windows.numbers[part] * shape.ratio
+        entries = _rotated(entries, first_positions, inputs.weights.frequencies)
+        yield part, entries.to(new.dtype)
     cache.write_tokens(windows.kept, new)
 
 
