@@ -326,28 +326,32 @@ def _check_level(level: str, context: CheckContext) -> None:
 
 def _layers(context: CheckContext) -> Iterator[Case]:
     """Yield the check's layer, then layers with features, dtypes and KV formats that the backend claims."""
-    subject, case = context.subject, context.case
-    yield case
-    if case.compressed is not None and case.index is not None:
-        yield subject.fit(replace(case, compressed=CompressedDims(8), index=None, extras=case.extras - {"selected"}))
-    if case.kind.is_linear or case.index is not None or case.compressed is not None:
-        return
+    yield context.case
+    for each in _variants(context.subject, context.case):
+        try:
+            yield context.subject.fit(each)
+        except Unclaimed:
+            continue
+
+
+def _variants(subject: Subject, case: Case) -> list[Case]:
     can = subject.capabilities
+    dtypes = [replace(case, dtype=dtype) for dtype in sorted(can.dtypes) if dtype != case.dtype][:1]
+    if case.compressed is not None:
+        all_entries = replace(case, compressed=CompressedDims(8), index=None, extras=case.extras - {"selected"})
+        return [all_entries, *dtypes]
+    if case.kind.is_linear or case.index is not None:
+        return []
     changes = [FEATURES[name][1] for name in ("window_and_cap", "sinks", "window", "cap")]
     # Large logits: a kernel that rescales its sums only then decides so for a tile.
     found = [replace(case, extras=case.extras - {"lse"}, magnitude=2.0)]
     for change in changes[: 2 if subject.device.type == "cpu" else 4]:
         made = {**change, "extras": case.extras | change.get("extras", frozenset())}
         found.append(replace(case, **made | ({"window": 20} if "window" in made else {})))
-    found += [replace(case, dtype=dtype) for dtype in sorted(can.dtypes) if dtype != case.dtype][:1]
+    found += dtypes
     held = [format.name for format in coded_formats(case.kind)]
     claimed = [name for name in held if can.kv_dtypes is None or name in can.kv_dtypes]
-    found += [replace(case, kv_dtype=name, dtype=None) for name in sorted(claimed)[:1]]
-    for each in found:
-        try:
-            yield subject.fit(each)
-        except Unclaimed:
-            continue
+    return found + [replace(case, kv_dtype=name, dtype=None) for name in sorted(claimed)[:1]]
 
 
 def _applies(level: str, kind: AttentionKind, layer: Feature | None, subject: Subject) -> str | None:

@@ -43,7 +43,6 @@ from attnplug_sparse.torch_sparse.invariant import (
     attend_selected_in_tiles,
     choose_in_tiles,
     merge_in_tiles,
-    zero_if_absent,
 )
 from attnplug_sparse.torch_sparse.selection import attend_selected, choose_positions, selected_slots, selects_all
 
@@ -174,7 +173,7 @@ class TorchSparseBackend(SparseAttention):
     def _index_reader(self, layer: LayerSpec) -> Callable[[Tensor], Tensor]:
         if layer.compressed is None:
             return partial(self._read_keys, layer)
-        return zero_if_absent(partial(self._entries_of(layer).read_index, layer.layer_id))
+        return partial(self._entries_of(layer).read_index, layer.layer_id)
 
     def _read_keys(self, layer: LayerSpec, slots: Tensor) -> Tensor:
         assert self.index_keys is not None
@@ -242,7 +241,7 @@ class TorchSparseBackend(SparseAttention):
         assert layer.compressed is not None
         softmax = Softmax(layer.scale, None, layer.logit_cap)
         tiles, width = work.entry_tiles[layer.compressed.ratio], output_width(layer)
-        read = zero_if_absent(partial(self._entries_of(layer).read, layer.layer_id))
+        read = partial(self._entries_of(layer).read, layer.layer_id)
         if layer.indexer is None or extras.selected is None:
 
             def keys_and_values(slots: Tensor) -> tuple[Tensor, Tensor]:

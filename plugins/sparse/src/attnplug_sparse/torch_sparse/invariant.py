@@ -22,8 +22,9 @@ from attnplug_sparse.torch_sparse.selection import attend_selected, stable_topk
 class EntryTiles(RowTiles):
     """Tiles of a batch's query rows whose keys are entries of ``ratio`` tokens each, by number.
 
-    Slots are those of the windows' last tokens, -1 if a request has no entry. ``spans`` are the first and last entries
-    of each group, ``lens`` the numbers of complete windows, and ``shape`` those of a tile's rows and keys.
+    Slots are those of the windows' last tokens. ``spans`` are the first and last entries of each group, ``lens`` the
+    numbers of complete windows, and ``shape`` those of a tile's rows and keys. Behind a request's last entry, that one
+    is repeated; without any, the first window's slot is, and no row sees it.
     """
 
     ratio: int
@@ -41,17 +42,11 @@ class EntryTiles(RowTiles):
         (count, size), device = self.shape, self.requests.device
         numbers = torch.arange(tile * size, (tile + 1) * size, device=device)
         rows = self.starts[group].view(-1, 1, 1) + torch.arange(count, device=device).unsqueeze(1)
-        there = torch.minimum(numbers, self.lens[self.requests[group]].view(-1, 1, 1) - 1)
+        there = torch.minimum(numbers, self.lens[self.requests[group]].view(-1, 1, 1) - 1).clamp_(min=0)
         return self.slots(group, there).squeeze(1), (numbers + 1) * self.ratio > rows + 1
 
     def slots(self, group: int, positions: Tensor) -> Tensor:
-        last = RowTiles.slots(self, group, (positions + 1) * self.ratio - 1)
-        return last.masked_fill_(positions < 0, -1)
-
-
-def zero_if_absent(read: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return ``read`` that gives zeros for slots of -1."""
-    return lambda slots: read(slots.clamp(min=0)).masked_fill_((slots < 0).unsqueeze(-1), 0.0)
+        return RowTiles.slots(self, group, (positions + 1) * self.ratio - 1)
 
 
 def choose_in_tiles(
