@@ -37,7 +37,6 @@ from measurements import (
     hosts,
     kv_formats,
     loads,
-    prefill_rates,
     short_prefills,
     times_to_first_token,
 )
@@ -224,7 +223,6 @@ TABLES = {
     "decode rates": decode_rates,
     "engine rates": engine_rates,
     "decode steps": decode_steps,
-    "prefill rates": prefill_rates,
     "first tokens": first_tokens,
     "times to first token": times_to_first_token,
     "loads": loads,

@@ -16,7 +16,7 @@ RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 sys.path.append(str(RESULTS.parent))
 
 from decode_models import TFLOPS  # noqa: E402 # the benchmarks' own constants and tables
-from decode_report import engine_table, prefill_table, rates_table, steps_table  # noqa: E402
+from decode_report import engine_table, rates_table, steps_table  # noqa: E402
 
 MLA_CASES = [
     *((16, *case) for case in ((1, 1024), (1, 16384), (16, 4096), (128, 8192))),
@@ -175,11 +175,6 @@ def engine_rates() -> str:
 def decode_steps() -> str:
     """Breakdown of a whole model's step time."""
     return steps_table(_read("decode_h200"))
-
-
-def prefill_rates() -> str:
-    """Tokens/s of prefills, and their share of the peak rate."""
-    return prefill_table(_read("decode_h200"))
 
 
 def hosts() -> str:
