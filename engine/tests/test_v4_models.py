@@ -270,6 +270,7 @@ def test_trees_of_drafts_are_refused():
         ({"attention_bias": True}, "attention_bias", [True]),
         ({"o_groups": 3}, "o_groups", [3, 4]),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor", [1.5, 1]),
+        ({"partial_rotary_factor": 0.5}, "rope_parameters.main.partial_rotary_factor", [0.25, 0.5]),
         ({"index_head_dim": 4}, "index_head_dim", [4, 8]),
         ({"mlp_layer_types": ["moe"]}, "mlp_layer_types", [1, 4]),
         (

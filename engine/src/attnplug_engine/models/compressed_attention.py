@@ -23,6 +23,9 @@ from attnplug_engine.models.weights import WeightRows, Weights
 from attnplug_engine.parallel.collectives import even_part, length, scaled
 from attnplug_sparse.selection import select_rows
 
+_ROPES = ("main", "compress")
+"""Keys of the rotary embeddings of sliding layers, and of layers with entries."""
+
 
 class EndRotation:
     """Rotation of the last columns of rows, in pairs, and its inverse."""
@@ -55,7 +58,7 @@ class TwoRopes:
     def __init__(self, config: Config, device: torch.device) -> None:
         self.width = width = _rotary_width(config)
         """Number of rotated columns."""
-        sections = [_rope_keys(config, label) for label in ("main", "compress")]
+        sections = [_rope_keys(config, label) for label in _ROPES]
         found = [inverse_frequencies(section, width) for section in sections]
         for (_, factor), section in zip(found, sections, strict=True):
             if factor != 1.0:
@@ -69,19 +72,31 @@ class TwoRopes:
 
 def _rotary_width(config: Config) -> int:
     """Return the number of rotated columns of a head."""
-    dim, share = config.integer("head_dim"), config.optional_number("partial_rotary_factor")
+    key, dim = "partial_rotary_factor", config.integer("head_dim")
+    share = config.optional_number(key)
     if share is None:
-        return config.integer("qk_rope_head_dim", most=dim)
-    if share > 1.0:
-        raise config.wrong("partial_rotary_factor", "at most 1")
-    return int(dim * share)
+        width = config.integer("qk_rope_head_dim", most=dim)
+    elif share > 1.0:
+        raise config.wrong(key, "at most 1")
+    else:
+        width = int(dim * share)
+    given = _given_ropes(config)
+    for own in filter(None, (given and given.section(label) for label in _ROPES)):
+        factor = own.optional_number(key)  # transformers rotates whole heads without it
+        if int(dim * (1.0 if factor is None else factor)) != width:
+            raise own.wrong(key, f"{width / dim:g} as in the outer config: {width} of {dim} columns are rotated")
+    return width
+
+
+def _given_ropes(config: Config) -> Config | None:
+    """Return the section with the config's rope keys: flat, or with a section for each of the two ropes."""
+    sections = (config.section(key) for key in ("rope_scaling", "rope_parameters"))
+    return next((part for part in sections if part and part.values), None)
 
 
 def _rope_keys(config: Config, label: str) -> Config:
     """Return a config with the keys of one of the two ropes only: ``main`` or ``compress``."""
-    given = next(
-        (part for key in ("rope_scaling", "rope_parameters") if (part := config.section(key)) and part.values), None
-    )
+    given = _given_ropes(config)
     values: dict[str, object] = {}
     if given is not None and (own := given.section(label)) is not None:
         values = dict(own.values)
