@@ -128,7 +128,10 @@ def declare_new(commands: Commands[argparse.ArgumentParser]) -> None:
 def _new(parsed: argparse.Namespace) -> int:
     name = parsed.name
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", name) or keyword.iskeyword(name) or name == "auto":
-        raise UsageError(f"{name!r} is not a name for a backend; give lower-case letters, digits and underscores")
+        raise UsageError(
+            f"{name!r} is not a name for a backend; give up to 64 lower-case letters, digits and underscores, a letter "
+            "first, and neither a Python keyword nor 'auto'"
+        )
     if name in load_registry().backends:
         raise UsageError(f"there is a backend {name!r} already; give another name")
     if find_spec(name) is not None:  # the package would shadow that module

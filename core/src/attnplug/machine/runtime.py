@@ -61,8 +61,8 @@ def open_device(requested: str | None, find: Callable[[str], DeviceSpec]) -> tup
     spec = find(("cuda" if torch.cuda.is_available() else "cpu") if requested is None else requested)
     try:
         runtime = DeviceRuntime(spec)
-        held = torch.zeros(1, pin_memory=spec.pinned).to(spec.name)
-        held.tolist()  # raises for a type without memory, such as meta
+        held = torch.zeros(1, device=spec.name)  # before pinned memory, whose errors do not name what is missing
+        held.copy_(torch.zeros(1, pin_memory=spec.pinned)).tolist()  # raises for a type without memory, such as meta
         device, processor = held.device, runtime.processor(held.device)  # the current one, with its index
     except Exception as error:
         message = f"`device` {spec.name} is requested, but torch {torch.__version__} cannot open it: "
