@@ -3,9 +3,10 @@
 python benchmarks/one_row_h200.py --out benchmarks/results/one_row_h200.json
 python benchmarks/one_row_h200.py --smoke                        the same code on a CPU with a tiny model
 
-Kernels of a step overlap, so products are timed in whole steps of decode_models.py's models, 1 × 512, with
-``triton_mha`` or ``triton_mla``. Each configuration has an engine of its own, one after another; the first and the last
-have ``skinny_gemm`` for all products. ``gemm_tiles.ONE_ROW_CONFIGS`` and ``LONG_WAIT_CONFIGS`` are chosen from it.
+Kernels of a step overlap, so products are timed in whole steps of decode_models.py's models with ``triton_mha`` or
+``triton_mla``. Each configuration has an engine of its own, one after another; the first and the last have
+``skinny_gemm`` for all products, "as chosen" is what ships. ``gemm_tiles.ONE_ROW_CONFIGS`` and ``LONG_WAIT_CONFIGS``
+are chosen from it. ``--configurations`` times some of them, ``--contexts`` other lengths than 512.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import tempfile
 from collections.abc import Mapping
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +31,12 @@ from attnplug_engine import Engine
 from attnplug_engine.kernels import gemm_tiles
 from attnplug_engine.kernels.gemm_tiles import GemmConfig
 
-WHAT = "decode steps of one request of 512 tokens, by configurations of products, µs"
+WHAT = "decode steps of one request, by configurations of products, µs"
 PACKAGES = ("torch", "triton", "attnplug-engine", "attnplug-triton-mha", "attnplug-triton-mla")
-BACKENDS = {"llama": "triton_mha", "mla": "triton_mla"}
+BACKENDS = {"llama": "triton_mha", "mla": "triton_mla", "moe": "triton_mla", "hybrid": "triton_mha"}
 Shapes = Mapping[tuple[int, int], GemmConfig]
+Tables = tuple[Shapes, Shapes]
+"""``ONE_ROW_CONFIGS`` and ``LONG_WAIT_CONFIGS``."""
 
 GATE_UP, QKV, OUT, DOWN, HEAD = (16384, 2048), ((3072, 2048), (2112, 2048)), (2048, 2048), (2048, 8192), (32000, 2048)
 _SKINNY_OUT = {OUT: GemmConfig(2, 2048, 2)}
@@ -40,7 +44,7 @@ _SOME = {GATE_UP: GemmConfig(4, 2048, 4, stages=1, along=2)}
 _MOST = {GATE_UP: GemmConfig(2, 2048, 4, stages=3, along=2, programs=4)}
 _QKV = dict.fromkeys(QKV, GemmConfig(4, 2048, 4, stages=1, along=2))
 _NARROW_QKV = dict.fromkeys(QKV, GemmConfig(2, 2048, 2, stages=1, along=2))
-CONFIGURATIONS: Mapping[str, Shapes] = {
+_FOR_ALL: Mapping[str, Shapes] = {
     "registers": {},
     "output": _SKINNY_OUT,
     "qkv": _QKV,
@@ -55,32 +59,36 @@ CONFIGURATIONS: Mapping[str, Shapes] = {
     "registers again": {},
 }
 """By name, configurations by the matrix's ``(rows, columns)``; other products are ``skinny_gemm``'s."""
+CHOSEN: Tables = (gemm_tiles.ONE_ROW_CONFIGS, gemm_tiles.LONG_WAIT_CONFIGS)
+CONFIGURATIONS: Mapping[str, Tables] = {"as chosen": CHOSEN} | {name: (found, {}) for name, found in _FOR_ALL.items()}
 
 
 def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(BACKENDS))
+    parser.add_argument("--models", default="llama,mla", help=f"of {', '.join(BACKENDS)}")
+    parser.add_argument("--configurations", default="|".join(CONFIGURATIONS), help="separated by |")
+    parser.add_argument("--contexts", default="512", help="tokens, separated by commas")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit")
     parser.add_argument("--smoke", action="store_true")
     arguments = parser.parse_args(given)
     found = {"what": WHAT} if arguments.smoke else describe(WHAT, PACKAGES, arguments.commit)
     report = Report(arguments.out, found)
-    kept = gemm_tiles.ONE_ROW_CONFIGS, gemm_tiles.LONG_WAIT_CONFIGS
     try:
-        for model in arguments.models.split(","):
+        for model, context in product(arguments.models.split(","), map(int, arguments.contexts.split(","))):
             config = smaller(MODELS[model]) if arguments.smoke else MODELS[model]
-            limit, steps = limit_us(config, 1, 512), dict[str, Any]()
-            for name, shapes in CONFIGURATIONS.items():
-                gemm_tiles.ONE_ROW_CONFIGS, gemm_tiles.LONG_WAIT_CONFIGS = shapes, {}
-                steps[name] = attempt(partial(step_us, model, config, smoke=arguments.smoke))
-                print(f"[{report.seconds:3.0f} s] {model}, {name}: {steps[name]}", flush=True)
-                report.put(model, {"limit_us": limit, "step_us": steps})
+            limit, steps = limit_us(config, 1, context), dict[str, Any]()
+            for name in arguments.configurations.split("|"):
+                gemm_tiles.ONE_ROW_CONFIGS, gemm_tiles.LONG_WAIT_CONFIGS = CONFIGURATIONS[name]
+                steps[name] = attempt(partial(step_us, model, config, context, smoke=arguments.smoke))
+                print(f"[{report.seconds:3.0f} s] {model}, 1 x {context}, {name}: {steps[name]}", flush=True)
+                key = model if context == 512 else f"{model}, 1 x {context}"
+                report.put(key, {"limit_us": limit, "step_us": steps})
     finally:
-        gemm_tiles.ONE_ROW_CONFIGS, gemm_tiles.LONG_WAIT_CONFIGS = kept
+        gemm_tiles.ONE_ROW_CONFIGS, gemm_tiles.LONG_WAIT_CONFIGS = CHOSEN
 
 
-def step_us(model: str, config: Mapping[str, Any], *, smoke: bool) -> float:
+def step_us(model: str, config: Mapping[str, Any], context: int, *, smoke: bool) -> float:
     """Median microseconds of a step."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
@@ -90,7 +98,7 @@ def step_us(model: str, config: Mapping[str, Any], *, smoke: bool) -> float:
             attention_backend="torch_native" if smoke else BACKENDS[model],
             device="cpu" if smoke else "cuda",
             max_batch=1,
-            context_length=2048,
+            context_length=context + 1536,
             chunked_prefill_size=512,
             ignore_eos=True,
             cuda_graph_batch_sizes=None if smoke else (1,),
@@ -98,7 +106,7 @@ def step_us(model: str, config: Mapping[str, Any], *, smoke: bool) -> float:
         )
     randomise(engine)
     settings = Settings(trace=False, max_new_tokens=100 if smoke else 400)
-    found: float = decode(engine, Point(model, 1, 40 if smoke else 512), settings)["median_step_us"]
+    found: float = decode(engine, Point(model, 1, 40 if smoke else context), settings)["median_step_us"]
     del engine
     gc.collect()
     if torch.cuda.is_available():
