@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import QuantizedCache, Qwen3NextConfig
+from transformers import LlamaConfig, QuantizedCache, Qwen3NextConfig
 from transformers.cache_utils import DynamicCache, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -160,6 +160,21 @@ def test_a_paged_cache_refuses_models_that_cache_something_else():
     hybrid = Qwen3NextConfig(num_hidden_layers=4)
     with pytest.raises(BridgeError, check=naming("linear_attention", "past_key_values")):
         PagedCache(hybrid)
+
+
+def test_a_paged_cache_is_refused_where_generate_passes_tokens_again():
+    """transformers' own caches give other tokens then, without a word."""
+    with pytest.raises(BridgeError, check=naming("use_cache", "generation_config", "past_key_values")):
+        PagedCache(LlamaConfig(use_cache=False))
+    with pytest.raises(BridgeError, check=naming(6, 5, "use_cache=True", "attention_mask")):
+        generated(
+            "llama",
+            NATIVE,
+            padded([5, 4]),
+            max_new_tokens=3,
+            use_cache=False,
+            past_key_values=PagedCache(CONFIGS["llama"]),
+        )
 
 
 def test_a_paged_cache_refuses_padding_that_changes():

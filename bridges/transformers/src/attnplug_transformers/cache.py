@@ -44,6 +44,12 @@ class PagedCache(Cache):
                 f"PagedCache holds keys and values, but the model caches latent rows of {text.kv_lora_rank}, which it "
                 "expands before attention; leave past_key_values out, and transformers makes a cache for it"
             )
+        if not getattr(text, "use_cache", True):
+            raise BridgeError(
+                "the model's config has use_cache=False, with which generate passes all tokens again at every step, "
+                "and the cache would hold them several times; set use_cache=True in model.config and in "
+                "model.generation_config, or leave past_key_values out"
+            )
         layers = [PagedLayer(self, index) for index in range(len(kinds))]
         super().__init__(layers=list(layers))
         self._kinds = kinds

@@ -57,6 +57,12 @@ def step_mask(
                 f"attention_mask has shape {list(attention_mask.shape)}; backends take lengths and no mask, so pass "
                 f"[{batch_size}, tokens] with 0 for padding"
             )
+        if isinstance(start, int) and (width := attention_mask.shape[1]) < (tokens := kv_offset + start + q_length):
+            raise BridgeError(
+                f"attention_mask has {width} tokens, but {tokens - q_length} are in the cache and {q_length} are new; "
+                "pass a mask of all of them. With use_cache=False, generate passes cached tokens again: pass "
+                "use_cache=True, or leave past_key_values out"
+            )
         valid = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
         if valid.shape[1] < kv_length:
             valid = torch.nn.functional.pad(valid, (0, kv_length - valid.shape[1]))
