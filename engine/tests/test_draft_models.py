@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+
 import draft_math as math
 import pytest
 import torch
-from thread_ranks import in_ranks
+from thread_ranks import Threads, in_ranks
 from torch.testing import assert_close
 
 from attnplug.host import TINY_CONFIGS, ModelConfigError
-from attnplug_engine.checkpoints.safetensors import MissingTensor, UnusedTensors, WrongDtype
+from attnplug_engine.checkpoints.random import RandomCheckpoint
+from attnplug_engine.checkpoints.safetensors import Checkpoint, MissingTensor, UnusedTensors, WrongDtype
+from attnplug_engine.engine import Engine
 from attnplug_engine.models.architectures import load_model
 from attnplug_engine.models.layers import Linear
-from attnplug_engine.parallel.collectives import SINGLE
+from attnplug_engine.parallel.collectives import SINGLE, ParallelError
 from attnplug_engine.settings.speculation import Algorithm, Speculation
 from attnplug_engine.speculation.drafts.loading import draft_spec, load_draft
 from attnplug_engine.speculation.drafts.model import LAST, NOTHING, DraftError, HiddenInputs
@@ -419,3 +423,54 @@ def test_kinds_of_eagle3_that_cannot_be_run(keys, key, tmp_path):
     save(tmp_path, {**EAGLE3, **keys}, eagle3_tensors())
     with pytest.raises(ModelConfigError, check=having(key=key)):
         loaded("eagle3", tmp_path)
+
+
+# ---- ranks that cannot divide a draft ----
+
+
+def unread(monkeypatch):
+    monkeypatch.setattr(Checkpoint, "tensor", lambda self, name, *_, **__: pytest.fail(f"{name} was read"))
+    monkeypatch.setattr(RandomCheckpoint, "tensor", lambda self, name, *_, **__: pytest.fail(f"{name} was drawn"))
+
+
+# The target has 8 heads, 4 KV heads and MLPs that 8 ranks can divide.
+WIDE = {**TINY_CONFIGS["llama"], "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+
+
+@pytest.mark.parametrize("algorithm", ["standalone", "eagle", "eagle3"])
+@pytest.mark.parametrize(
+    ("changes", "what", "fitting"),
+    [
+        ({"intermediate_size": 98}, "MLP columns", (1, 2)),
+        ({"num_attention_heads": 6, "num_key_value_heads": 2}, "attention heads", (1, 2)),
+        ({"num_attention_heads": 12, "num_key_value_heads": 3}, "KV heads", (1,)),
+    ],
+)
+def test_ranks_that_cannot_divide_a_draft_are_refused_before_the_target_is_read(
+    algorithm, changes, what, fitting, tmp_path, monkeypatch
+):
+    """E5: the rank counts are those that divide both."""
+    base = EAGLE3 if algorithm == "eagle3" else EAGLE
+    for name, config in (("target", WIDE), ("draft", {**base, "head_dim": 16, **changes})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    unread(monkeypatch)
+    options = {"speculative_algorithm": algorithm, "speculative_draft_model": str(tmp_path / "draft")}
+    size = 2 if what == "KV heads" else 4
+    with pytest.raises(ParallelError, check=having("the draft", what=what, size=size, fitting=fitting)):
+        Engine(str(tmp_path / "target"), parallel=Threads(size).rank(0), random_weights=True, device="cpu", **options)
+
+
+@pytest.mark.parametrize("algorithm", ["standalone", "eagle"])
+def test_a_draft_with_another_vocabulary_is_refused_before_the_target_is_read(algorithm, tmp_path, monkeypatch):
+    """E5"""
+    (tmp_path / "config.json").write_text(json.dumps({**EAGLE, "vocab_size": VOCAB + 1}))
+    unread(monkeypatch)
+    with pytest.raises(DraftError, check=having(VOCAB + 1, VOCAB)):
+        Engine(
+            TARGET,
+            random_weights=True,
+            device="cpu",
+            speculative_algorithm=algorithm,
+            speculative_draft_model=str(tmp_path),
+        )

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from attnplug import UsageError
-from attnplug.host import AttnplugError
+from attnplug.host import TINY_CONFIGS, AttnplugError
 from attnplug_engine.cli.prompts import read_prompts
 from attnplug_engine.parallel.collectives import ProcessGroupParallel, RankLost
 from attnplug_engine.parallel.ranks import _Rank, _wait, join_ranks, prompts_for_ranks, prompts_path
@@ -36,7 +36,7 @@ WAITING = """
 import os, sys, threading
 from attnplug.machine import interrupt
 from attnplug import UsageError
-from attnplug.host import AttnplugError
+from attnplug.host import TINY_CONFIGS, AttnplugError
 from attnplug.cli.app import add_command
 from attnplug_engine.parallel import ranks
 
@@ -397,3 +397,12 @@ def test_two_ranks_embed_what_one_process_does_from_standard_input(attnplug: Att
     assert [line.get("id") for line in theirs] == [None, "x"]
     for alone, shared in zip(ours, theirs, strict=True):
         assert shared["embedding"] == pytest.approx(alone["embedding"], abs=1e-5)
+
+
+def test_the_rank_counts_of_a_refusal_are_those_that_divide_the_draft_too(attnplug: Attnplug, no_process, tmp_path):
+    """E5. The target alone could use 4 ranks."""
+    (tmp_path / "config.json").write_text(json.dumps({**TINY_CONFIGS["llama"], "intermediate_size": 98}))
+    draft = ("--speculative-algorithm", "standalone", "--speculative-draft-model", str(tmp_path), "--random-weights")
+    arguments = ("--model", "tiny:llama", "--prompt", "x", "--tensor-parallel", "3", "--device", "cpu")
+    outcome = attnplug("run", *arguments, *draft)
+    assert not missing_values(outcome.err, "4 heads", "3 ranks", "--tensor-parallel 1 or 2"), outcome.err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -40,7 +41,7 @@ from attnplug_engine.serving.sizing import MemoryPlan, capacity, check_buffers, 
 from attnplug_engine.settings.speculation import Speculation
 from attnplug_engine.speculation.backend_choice import DraftChoice, choose_draft, target_problem, target_request
 from attnplug_engine.speculation.draft_runner import DraftRunner
-from attnplug_engine.speculation.drafts.loading import draft_spec, load_draft, naming_draft
+from attnplug_engine.speculation.drafts.loading import divide_draft, draft_spec, load_draft, naming_draft, open_draft
 from attnplug_engine.speculation.drafts.model import DraftModel
 from attnplug_engine.speculation.rounds import RoundRunner
 from attnplug_engine.text.encoder import PromptEncoder
@@ -67,7 +68,10 @@ class BackendChoice:
     ranking: Ranking
     """Ranking of ``auto``. Measured tables are read once, so the backends that are built are those that were
     selected."""
+    source: WeightSource
+    """Source of the weights, which ranks can divide."""
     draft: DraftChoice | None
+    draft_source: WeightSource | None
 
     @property
     def runtime(self) -> DeviceRuntime:
@@ -192,13 +196,12 @@ def prepare(
     ``on_memory`` gets the estimate of an engine's memory before weights are read. Raises PoolError if it cannot fit.
     """
     choice = _choose_backends(model, options, parallel, is_embedding=is_embedding)
-    source = _open_source(choice)
-    check_rank_count(source, choice.spec, parallel.size)
+    source = choice.source
     vocab_size = read_config(source.config, source.name, choice.spec).integer("vocab_size")
     encoder = PromptEncoder(model, vocab_size)
     ends = frozenset[int]() if is_embedding or options.ignore_eos else end_tokens(model, source.config)
     if not is_embedding:
-        plan = _memory_plan(choice, source)
+        plan = _memory_plan(choice)
         if on_memory is not None:
             on_memory(plan)
     loaded = load_model(
@@ -223,8 +226,7 @@ def prepare(
                 dtype=choice.dtype,
                 device=choice.device,
                 parallel=choice.parallel,
-                seed=options.seed,
-                random_weights=options.random_weights,
+                source=choice.draft_source,
             )
     return Prepared(choice, encoder, ends, loaded, draft)
 
@@ -232,8 +234,8 @@ def prepare(
 def _choose_backends(
     model: str, options: EngineOptions, parallel: TensorParallel, *, is_embedding: bool
 ) -> BackendChoice:
-    """Select backends, and check all that can be checked without reading a checkpoint: refusals, formats, and imports
-    of kernel libraries."""
+    """Select backends, and check all that can be checked without reading weights: refusals, formats, imports of kernel
+    libraries, and that ranks can divide the model and its draft."""
     spec, registry, speculation = load_spec(model), load_registry(), options.speculation
     device, processor = open_device(options.device, registry.device)
     if options.batch_invariant and parallel.size > 2:  # two numbers have the same sum in either order
@@ -249,10 +251,18 @@ def _choose_backends(
     named = options.index_dtype
     formats = registry.kv_format(kv_dtype), device, None if named is None else registry.kv_format(named)
     check_codecs(spec.layers, *formats)
-    draft = None
-    if speculation is not None and speculation.has_model:
+    source = _open_source(model, options, device)
+    draft = draft_source = None
+    if speculation is None or not speculation.has_model:
+        check_rank_count(source, spec, parallel.size)
+    else:
         with naming_draft(speculation):
             layers = draft_spec(speculation, model)
+            draft_source = open_draft(
+                speculation, model, device=device, seed=options.seed, random_weights=options.random_weights
+            )
+        divided = partial(divide_draft, speculation, draft_source, target_reference=model)
+        check_rank_count(source, spec, parallel.size, divided)
         draft = choose_draft(registry, asked, problem, speculation, layers, ranking)
         check_codecs(layers.layers, *formats)
     return BackendChoice(
@@ -268,7 +278,9 @@ def _choose_backends(
         problem,
         selection,
         ranking,
+        source,
         draft,
+        draft_source,
     )
 
 
@@ -336,9 +348,8 @@ def _problem(
     return target_problem(problem, options.speculation)
 
 
-def _open_source(choice: BackendChoice) -> WeightSource:
-    options, device = choice.options, choice.device
-    source = open_source(choice.model, device=device, seed=options.seed, random_weights=options.random_weights)
+def _open_source(model: str, options: EngineOptions, device: torch.device) -> WeightSource:
+    source = open_source(model, device=device, seed=options.seed, random_weights=options.random_weights)
     if options.batch_invariant and device.type != "cpu" and source.config.get("quantization_config") is not None:
         raise UsageError(
             "`batch_invariant` is not available for quantized weights on a GPU, whose kernels differ by the number of "
@@ -348,18 +359,17 @@ def _open_source(choice: BackendChoice) -> WeightSource:
     return source
 
 
-def _memory_plan(choice: BackendChoice, source: WeightSource) -> MemoryPlan:
+def _memory_plan(choice: BackendChoice) -> MemoryPlan:
     """Estimate the memory of an engine before weights are read. Raises PoolError if it cannot fit."""
     options, device, ranks = choice.options, choice.device, choice.parallel.size
-    sources, speculation = [source], options.speculation
-    if speculation is not None and speculation.has_model and speculation.draft_model is not None:
-        with naming_draft(speculation):
-            sources.append(open_source(speculation.draft_model, device=device, random_weights=options.random_weights))
+    sources, speculation = [choice.source], options.speculation
+    if choice.draft_source is not None and speculation is not None and speculation.draft_model is not None:
+        sources.append(choice.draft_source)
     sizes = [one.nbytes(choice.dtype, ranks) for one in sources if isinstance(one, Checkpoint)]
     draft = None if choice.draft is None else choice.draft.problem.model
     return plan_memory(
         choice.spec.for_rank(ranks),
-        source.config,
+        choice.source.config,
         options,
         choice.selection,
         choice.dtype,

@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from attnplug import DType, Problem, RefusalCode, Role, Setting, UsageError
@@ -26,6 +27,7 @@ from attnplug.host import (
 from attnplug_engine.cli.prompts import PromptLine
 from attnplug_engine.execution import signals
 from attnplug_engine.parallel.ranks import prompts_for_ranks, run_ranks, started_as_rank
+from attnplug_engine.settings.speculation import Speculation
 
 JSONL, TEXT = "jsonl", "text"
 MODEL_HELP = "a checkpoint's folder, or tiny:NAME"
@@ -110,6 +112,7 @@ def on_each_rank(
     work: Callable[[argparse.Namespace, list[PromptLine]], int],
     *,
     is_embedding: bool = False,
+    speculation: Speculation | None = None,
 ) -> int:
     """Run ``work`` in this process if it is the only one or a rank; otherwise start the ranks. Returns the exit
     code."""
@@ -120,12 +123,14 @@ def on_each_rank(
         return work(parsed, read(parsed))
     with prompts_for_ranks(parsed.prompts):
         read(parsed)
-        check_division(parsed, size, is_embedding=is_embedding)
+        check_division(parsed, size, speculation, is_embedding=is_embedding)
         output.release()
         return run_ranks(size, sys.argv[1:])
 
 
-def check_division(parsed: argparse.Namespace, size: int, *, is_embedding: bool = False) -> None:
+def check_division(
+    parsed: argparse.Namespace, size: int, speculation: Speculation | None, *, is_embedding: bool = False
+) -> None:
     """Raise if no backend can serve the model on ``size`` ranks, before any is started.
 
     Device, dtypes and weights are checked by the ranks. torch is imported only to name other numbers of ranks.
@@ -140,17 +145,25 @@ def check_division(parsed: argparse.Namespace, size: int, *, is_embedding: bool 
         candidates = [c for choice in error.selection.unserved for c in choice.candidates]
         for refusal in (refusal for candidate in candidates for refusal in candidate.refusals):
             if refusal.code == RefusalCode.TENSOR_PARALLEL:  # a property of the model, independent of the backend
-                raise AttnplugError(f"{parsed.model}: {refusal.message}; {_allowed_ranks(parsed)}") from error
+                raise AttnplugError(
+                    f"{parsed.model}: {refusal.message}; {_allowed_ranks(parsed, speculation)}"
+                ) from error
         raise
 
 
-def _allowed_ranks(parsed: argparse.Namespace) -> str:
-    """Return the advice to use a number of ranks that divides all of a model's heads and weights."""
+def _allowed_ranks(parsed: argparse.Namespace, speculation: Speculation | None) -> str:
+    """Return the advice to use a number of ranks that divides all heads and weights of a model, and of its draft."""
     with signals.exit_immediately():
         from attnplug_engine.models.architectures import load_spec, open_source, rank_counts
         from attnplug_engine.parallel.collectives import allowed_ranks
-    source = open_source(parsed.model, device="cpu", random_weights=getattr(parsed, "random_weights", False))
-    return allowed_ranks(rank_counts(source, load_spec(parsed.model)))
+        from attnplug_engine.speculation.drafts.loading import divide_draft as divide
+        from attnplug_engine.speculation.drafts.loading import open_draft
+    random = getattr(parsed, "random_weights", False)
+    source, divide_draft = open_source(parsed.model, device="cpu", random_weights=random), None
+    if speculation is not None and speculation.has_model:
+        draft = open_draft(speculation, parsed.model, device="cpu", random_weights=random)
+        divide_draft = partial(divide, speculation, draft, target_reference=parsed.model)
+    return allowed_ranks(rank_counts(source, load_spec(parsed.model), divide_draft))
 
 
 def number_of_ranks(parsed: argparse.Namespace) -> int:

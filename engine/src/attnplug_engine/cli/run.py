@@ -159,7 +159,7 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     options = engine_options(parsed)
-    return on_each_rank(parsed, _prompts, partial(_generate, options=options))
+    return on_each_rank(parsed, _prompts, partial(_generate, options=options), speculation=options.speculation)
 
 
 def engine_options(parsed: argparse.Namespace) -> EngineOptions:

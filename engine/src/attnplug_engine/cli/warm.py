@@ -42,13 +42,13 @@ def run(parsed: argparse.Namespace) -> int:
         return _describe_gpu(parsed)
     options = engine_options(parsed)
     if parsed.gpu is None:
-        return on_each_rank(parsed, lambda _: [], partial(_warm, options=options))
+        return on_each_rank(parsed, lambda _: [], partial(_warm, options=options), speculation=options.speculation)
     if parsed.device not in (None, "cuda"):
         raise UsageError(f"--gpu describes the device, and --device {parsed.device} is another; leave it out")
     if options.compile_processes == 0:
         raise UsageError("--compile-processes 0 compiles nothing ahead, and --gpu does nothing else; give 1 or more")
     if (ranks := number_of_ranks(parsed)) > 1:
-        check_division(parsed, ranks)
+        check_division(parsed, ranks, options.speculation)
     with signals.exit_immediately():
         from attnplug_engine.cli.warm_for_gpu import warm_for_gpu
 

@@ -129,6 +129,10 @@ ARCHITECTURES: dict[str, Architecture] = {
 """Architectures by the config's ``model_type``. ``docs/adding-an-architecture.md`` shows how to add one."""
 
 
+DivideDraft = Callable[[LoadedModel], object]
+"""Builds a rank's part of a draft without values, for a target's. Raises ParallelError if it cannot be divided."""
+
+
 class UnknownArchitecture(UsageError):
     """A model of a type that the engine cannot run. ``known`` are the supported types."""
 
@@ -246,34 +250,45 @@ def build_model(
     return LoadedModel(module.eval(), spec.for_rank(parallel.size), source.config)
 
 
-def check_rank_count(source: WeightSource, spec: ModelSpec, size: int) -> None:
-    """Raise ParallelError if ``size`` ranks cannot divide a model, with the numbers that can. No weight is read."""
-    if size == 1:
+def check_rank_count(source: WeightSource, spec: ModelSpec, size: int, divide_draft: DivideDraft | None = None) -> None:
+    """Raise ParallelError if ``size`` ranks cannot divide a model, or its draft, with the numbers that can divide both.
+
+    No weight is read.
+    """
+    if size == 1 and divide_draft is None:
         return
     try:
-        _divide(source, spec, size)
+        _divide_both(source, spec, size, divide_draft)
     except ParallelError as error:
-        raise error.allowing(rank_counts(source, spec)) from error
+        raise error.allowing(rank_counts(source, spec, divide_draft)) from error
 
 
-def rank_counts(source: WeightSource, spec: ModelSpec) -> list[int]:
-    """Return the numbers of ranks that can divide all of a model's heads and weights."""
+def rank_counts(source: WeightSource, spec: ModelSpec, divide_draft: DivideDraft | None = None) -> list[int]:
+    """Return the numbers of ranks that can divide all heads and weights of a model, and of its draft."""
     fitting = [1]
     for size in range(2, max(layer.num_heads for layer in spec.layers) + 1):
         with suppress(UsageError):
-            spec.for_rank(size)
-            _divide(source, spec, size)
+            _divide_both(source, spec, size, divide_draft)
             fitting.append(size)
     return fitting
 
 
-def _divide(source: WeightSource, spec: ModelSpec, size: int) -> None:
-    """Build one rank's part of a model without values. Raises ParallelError if it cannot be divided."""
+def _divide_both(source: WeightSource, spec: ModelSpec, size: int, divide_draft: DivideDraft | None) -> None:
+    target = divide(source, spec, size)
+    if divide_draft is not None:
+        divide_draft(target)
+
+
+def divide(source: WeightSource, spec: ModelSpec, size: int) -> LoadedModel:
+    """Build one rank's part of a model without values. Raises UsageError (ParallelError) if it cannot be divided."""
     from attnplug_engine.models.weight_shapes import WeightShapes  # imports the quantization schemes
 
     config = read_config(source.config, source.name, spec)
+    if isinstance(source, Checkpoint):
+        source = with_full_names(source)
     with torch.no_grad():
-        _known(spec.model_type, source.name).build(WeightShapes.of(source, size), config, spec)
+        module = _known(spec.model_type, source.name).build(WeightShapes.of(source, size), config, spec)
+    return LoadedModel(module, spec.for_rank(size), source.config)
 
 
 def _known(model_type: str, reference: str, cause: Exception | None = None) -> Architecture:

@@ -230,7 +230,7 @@ class Decoder(nn.Module):
         head = Head.load(weights, name, self.vocab_size, self.hidden_size)
         if tied:  # as in transformers, a stored head takes precedence over the config
             shared = Head.tied(self.embedding, weights.parallel)
-            if torch.equal(head.weight, shared.weight):
+            if weights.same(head.weight, shared.weight):
                 return shared
         return head
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,13 +23,12 @@ seconds, and models compute with small tensors only."""
 class WeightShapes(Weights):
     """Weights of rank 0 of ``ranks``, with any values. Raises ParallelError like ``Weights``, and all ranks the same.
 
-    Nothing is read but the dtypes of tensors, which say what is quantized. Large tensors have no memory. There is no
-    head: any number of ranks can divide it.
+    Nothing is read but the dtypes of tensors, which say what is quantized. Large tensors have no memory.
     """
 
     @classmethod
     def of(cls, source: WeightSource, ranks: int) -> WeightShapes:
-        return cls(source, dtype=torch.float32, device=_META, parallel=FirstRank(ranks), head=False)
+        return cls(source, dtype=torch.float32, device=_META, parallel=FirstRank(ranks))
 
     def take(
         self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None, exact: bool = False
@@ -38,6 +37,9 @@ class WeightShapes(Weights):
         part = torch.empty(shape, device=device)[rows or slice(None)]
         return part if columns is None else part[:, columns]
 
+    def same(self, one: Tensor, other: Tensor) -> bool:
+        return False
+
     def integers(self, name: str, *shape: int, below: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64)
 
@@ -45,6 +47,9 @@ class WeightShapes(Weights):
         return 1.0, 1.0
 
     def check(self, suffix: str, parts: Sequence[WeightRows], *in_features: int) -> None:
+        pass
+
+    def check_all_taken(self, ignored: Callable[[str], bool]) -> None:
         pass
 
     def fill(self, target: Tensor, suffix: str, parts: Sequence[WeightRows]) -> None:

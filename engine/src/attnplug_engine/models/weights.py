@@ -93,6 +93,10 @@ class Weights:
             on_read=self._on_read,
         )
 
+    def same(self, one: Tensor, other: Tensor) -> bool:
+        """Return True if two weights have the same values, so that one can stand for both."""
+        return torch.equal(one, other)
+
     def holds(self, name: str) -> bool:
         """Return True if the source has a tensor of this name, for tensors with two possible names."""
         return self._prefix + name in self._source.names()

@@ -10,10 +10,24 @@ import torch
 from attnplug import ModelSpec, UsageError
 from attnplug.hf.config_keys import Config
 from attnplug_engine.checkpoints.safetensors import Checkpoint, WeightSource
-from attnplug_engine.models.architectures import load_model, load_spec, model_config, open_source, read_config
+from attnplug_engine.models.architectures import (
+    divide,
+    load_model,
+    load_spec,
+    model_config,
+    open_source,
+    read_config,
+)
 from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.models.weights import Weights
-from attnplug_engine.parallel.collectives import SINGLE, TensorParallel
+from attnplug_engine.parallel.collectives import (
+    SINGLE,
+    FirstRank,
+    ParallelError,
+    TensorParallel,
+    even_part,
+    kv_head_part,
+)
 from attnplug_engine.settings.speculation import DRAFT_MODEL, Algorithm, Speculation
 from attnplug_engine.speculation.drafts.assistant import (
     ASSISTANT,
@@ -88,29 +102,69 @@ def load_draft(
     parallel: TensorParallel = SINGLE,
     seed: int = 0,
     random_weights: bool = False,
+    source: WeightSource | None = None,
 ) -> DraftModel:
     """Load the draft model for a target. Raises UsageError (DraftError, CheckpointError, …).
 
-    With ``random_weights`` only configs are read.
+    With ``random_weights`` only configs are read. ``source`` is the result of ``open_draft``, if the caller has it.
     """
     spec = draft_spec(speculation, target_reference)
+    if source is None:
+        source = open_draft(speculation, target_reference, device=device, seed=seed, random_weights=random_weights)
     if speculation.algorithm is Algorithm.STANDALONE:
-        loaded = load_model(
-            _draft_model(speculation),
-            dtype=dtype,
-            device=device,
-            parallel=parallel,
-            seed=seed,
-            random_weights=random_weights,
-        )
-        _check_same(speculation, "a vocabulary", loaded.module.vocab_size, target.module.vocab_size, target_reference)
+        reference = _draft_model(speculation)
+        loaded = load_model(reference, dtype=dtype, device=device, parallel=parallel, source=source)
+        _check_vocabulary(speculation, loaded, target, target_reference)
         return StandaloneDraft(loaded).eval()
-    assists = speculation.algorithm is Algorithm.MTP and speculation.draft_model is not None
-    is_own = speculation.algorithm is Algorithm.MTP and not assists
-    reference = target_reference if is_own else _draft_model(speculation)
-    source = open_source(reference, device=device, seed=seed, random_weights=random_weights)
     weights = Weights(source, dtype=dtype, device=torch.device(device), parallel=parallel)
-    if assists:
+    return _build_draft(weights, source, speculation, spec, target, target_reference)
+
+
+def open_draft(
+    speculation: Speculation,
+    target_reference: str,
+    *,
+    device: torch.device | str,
+    seed: int = 0,
+    random_weights: bool = False,
+) -> WeightSource:
+    """Return the source of a draft's weights: the target's own for multi-token prediction."""
+    reference = target_reference if speculation.draft_model is None else speculation.draft_model
+    return open_source(reference, device=device, seed=seed, random_weights=random_weights)
+
+
+def divide_draft(speculation: Speculation, source: WeightSource, target: LoadedModel, target_reference: str) -> None:
+    """Build one rank's part of a draft without values, for a target's part of the same kind.
+
+    Raises ParallelError if it cannot be divided, and whatever else ``load_draft`` finds without reading weights.
+    """
+    from attnplug_engine.models.weight_shapes import WeightShapes  # imports the quantization schemes
+
+    spec, size = draft_spec(speculation, target_reference), target.spec.ranks
+    try:
+        with naming_draft(speculation):
+            for layer in spec.full_layers:
+                even_part(layer.num_heads, FirstRank(size), "attention heads")
+                kv_head_part(layer.num_kv_heads, FirstRank(size))
+            if speculation.algorithm is Algorithm.STANDALONE:
+                _check_vocabulary(speculation, divide(source, spec, size), target, target_reference)
+            else:
+                _build_draft(WeightShapes.of(source, size), source, speculation, spec, target, target_reference)
+    except ParallelError as error:
+        problem = f"the draft {source.name!r}: {error.problem}"
+        raise ParallelError(problem, error.what, error.count, error.size) from error
+
+
+def _build_draft(
+    weights: Weights,
+    source: WeightSource,
+    speculation: Speculation,
+    spec: ModelSpec,
+    target: LoadedModel,
+    target_reference: str,
+) -> DraftModel:
+    is_own = speculation.draft_model is None
+    if speculation.algorithm is Algorithm.MTP and not is_own:
         return _build_assistant(weights, source, speculation, spec, target, target_reference)
     config = read_config(source.config, source.name, spec)
     with torch.no_grad():
@@ -142,6 +196,11 @@ def _build_assistant(
         draft = AssistantDraft(weights, config, spec, target)
     weights.check_all_taken(lambda name: name == EMBEDDING)
     return draft.eval()
+
+
+def _check_vocabulary(speculation: Speculation, draft: LoadedModel, target: LoadedModel, target_reference: str) -> None:
+    found, wanted = draft.module.vocab_size, target.module.vocab_size
+    _check_same(speculation, "a vocabulary", found, wanted, target_reference)
 
 
 def _check_eagle(

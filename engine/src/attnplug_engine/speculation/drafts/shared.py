@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from attnplug_engine.models.decoder import LoadedModel
@@ -18,7 +17,7 @@ def own_embedding(weights: Weights, target: LoadedModel) -> nn.Parameter:
     if not weights.holds(EMBEDDING):
         return shared
     own = weights.take(EMBEDDING, *shared.shape)
-    return shared if torch.equal(own, shared) else frozen(own)
+    return shared if weights.same(own, shared) else frozen(own)
 
 
 def own_head(weights: Weights, name: str, target: LoadedModel) -> Head:
@@ -28,4 +27,4 @@ def own_head(weights: Weights, name: str, target: LoadedModel) -> Head:
     if not weights.holds(name):
         return shared
     own = Head.load(weights, name, target.module.vocab_size, target.module.hidden_size)
-    return shared if torch.equal(own.weight, shared.weight) else own
+    return shared if weights.same(own.weight, shared.weight) else own
