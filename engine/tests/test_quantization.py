@@ -168,6 +168,39 @@ def test_an_engine_generates_the_tokens_of_transformers(make_oracle, tmp_path):
     assert engine.cache_statistics.hit_tokens > 0
 
 
+@pytest.mark.parametrize("case", ["fp8 channels", "int4, groups of 32", "MXFP4"])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_the_key_of_early_compressed_tensors_means_the_same(
+    case, is_nested, make_oracle, make_stage, sequences, tmp_path
+):
+    """E5: compressed-tensors reads its own old key ``compression_config`` as it does the new one."""
+    from compressed_tensors.utils.safetensors_load import get_quantization_config
+
+    model_type, changes, config, quantize = CASES[case]
+    plain = quantized(make_oracle(model_type, **changes).folder, tmp_path / "q", config, quantize)
+    if is_nested:
+        nested(tmp_path / "q")
+    path = tmp_path / "q" / "config.json"
+    path.write_text(path.read_text().replace("quantization_config", "compression_config"))
+    assert get_quantization_config(path) == config
+    found, loaded = logits_of(tmp_path / "q", make_stage, sequences)
+    for logits, wanted in zip(found, logits_of(plain, make_stage, sequences)[0], strict=True):
+        assert_close(logits, wanted, atol=2e-4, rtol=0)
+    assert kept(loaded.module)
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_an_unknown_method_is_refused_under_either_key(key, make_oracle, tmp_path):
+    """E5"""
+    config = {"quantization_config": None, key: {"quant_method": "sparseml"}}
+    quantized(make_oracle("llama").folder, tmp_path / "q", FP8, fp8_channels)
+    path = tmp_path / "q" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    with pytest.raises(ModelConfigError, check=having("'sparseml'", key=f"{key}.quant_method")) as caught:
+        load_model(str(tmp_path / "q"), dtype=torch.float32, device="cpu")
+    assert "\n" not in str(caught.value)
+
+
 def test_excluded_modules_are_plain_and_their_neighbours_are_not(make_oracle, make_stage, sequences, tmp_path):
     config = compressed("float-quantized", **FLOAT8, strategy="channel")
     config["ignore"] = ["lm_head", "re:.*v_proj$", "model.layers.0.mlp.up_proj"]

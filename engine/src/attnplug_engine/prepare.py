@@ -27,6 +27,7 @@ from attnplug.kernels import torch_dtype
 from attnplug.machine.runtime import DeviceRuntime, open_device, runtime_of
 from attnplug.registry.assembly import build_chosen
 from attnplug_engine.checkpoints.safetensors import Checkpoint, WeightSource
+from attnplug_engine.checkpoints.tensor_names import quantization_key
 from attnplug_engine.execution.extend_times import measured_extends
 from attnplug_engine.execution.runner import ModelRunner
 from attnplug_engine.kernels import usable
@@ -350,7 +351,7 @@ def _problem(
 
 def _open_source(model: str, options: EngineOptions, device: torch.device) -> WeightSource:
     source = open_source(model, device=device, seed=options.seed, random_weights=options.random_weights)
-    if options.batch_invariant and device.type != "cpu" and source.config.get("quantization_config") is not None:
+    if options.batch_invariant and device.type != "cpu" and quantization_key(source.config) is not None:
         raise UsageError(
             "`batch_invariant` is not available for quantized weights on a GPU, whose kernels differ by the number of "
             "tokens; leave the option out, use `device` cpu, or a checkpoint in bfloat16",

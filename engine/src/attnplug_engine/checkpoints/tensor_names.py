@@ -20,7 +20,9 @@ _TEXT = r"(?:model\.)*(?:language_model|text_model|llm)\."
 _TEXT_ROOT = re.compile(rf"({_TEXT}(?:model\.)*){re.escape(_EMBEDDING)}")
 _TEXT_HEAD = re.compile(rf"(?:{_TEXT})?{re.escape(HEAD)}")
 _BLOCKS = re.compile(r"^blocks\.")
-_OUTER_KEYS = ("architectures", "eos_token_id", "is_causal", "quantization_config")
+_QUANTIZATION = ("quantization_config", "compression_config")
+"""The second is the key of the first versions of compressed-tensors, with the same keys inside."""
+_OUTER_KEYS = ("architectures", "eos_token_id", "is_causal", *_QUANTIZATION)
 _PREDICTION = "mtp."
 
 
@@ -35,6 +37,11 @@ def text_config(config: Mapping[str, object], source: str) -> Mapping[str, objec
     tied = config.get("tie_word_embeddings", inner.get("tie_word_embeddings"))
     text = {**outer, **inner, "model_type": section.model_type}
     return text if tied is None else {**text, "tie_word_embeddings": tied}  # if absent, the class has a default
+
+
+def quantization_key(config: Mapping[str, object]) -> str | None:
+    """Return the config key that describes quantized weights; None for none."""
+    return next((key for key in _QUANTIZATION if config.get(key) is not None), None)
 
 
 def text_model(checkpoint: Checkpoint) -> Checkpoint:

@@ -18,6 +18,7 @@ from attnplug_engine.checkpoints.safetensors import (
     WeightSource,
     shortened,
 )
+from attnplug_engine.checkpoints.tensor_names import quantization_key
 from attnplug_engine.parallel.collectives import TensorParallel, length
 
 if TYPE_CHECKING:
@@ -385,7 +386,7 @@ class Weights:
 
 def quantization_of(source: WeightSource) -> Quantization | None:
     """Return the quantization of a source's weights; None for none. Raises ModelConfigError for unknown schemes."""
-    if source.config.get("quantization_config") is None:
+    if quantization_key(source.config) is None:
         return None
     from attnplug_engine.quantization.config import read_quantization  # imports every scheme
 

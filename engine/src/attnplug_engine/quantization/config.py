@@ -1,4 +1,4 @@
-"""Schemes of a checkpoint's modules, from its ``quantization_config``."""
+"""Schemes of a checkpoint's modules, from its ``quantization_config`` or ``compression_config``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from attnplug.hf.config_keys import Config
+from attnplug_engine.checkpoints.tensor_names import quantization_key
 from attnplug_engine.quantization.fp8 import Fp8Blocks, Fp8Channels
 from attnplug_engine.quantization.int4 import Int4Groups
 from attnplug_engine.quantization.mxfp4 import Mxfp4
@@ -15,7 +16,6 @@ from attnplug_engine.quantization.scheme import Scheme, WeightFormat
 SCHEMES: tuple[type[Scheme], ...] = (Fp8Blocks, Fp8Channels, Int4Groups, Mxfp4)
 """Known schemes. To add one, write its module, and its name here."""
 
-_KEY = "quantization_config"
 _COMPRESSED = "compressed-tensors"
 _EXPRESSION, _CLASS = "re:", "Linear"
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
@@ -51,8 +51,8 @@ class Quantization:
 
 def read_quantization(values: Mapping[str, object], source: str) -> Quantization | None:
     """Return the quantization that a config describes; None for none. Raises ModelConfigError for unknown schemes."""
-    config = Config(values, source, str(values.get("model_type")))
-    section = config.section(_KEY)
+    config, key = Config(values, source, str(values.get("model_type"))), quantization_key(values)
+    section = None if key is None else config.section(key)
     if section is None:
         return None
     method = section.optional_text("quant_method")
