@@ -17,7 +17,7 @@ FILE = "model.safetensors"
 Quantize = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]
 """Tensors of a module by their last name, and the dequantized weight."""
 
-_PROJECTIONS = re.compile(r"\.(\w*_proj\w*|w[123]|wq_\w|wo_\w|wkv|eh_proj)\.weight$")
+_PROJECTIONS = re.compile(r"\.(\w*_proj\w*|w[123]|wq_\w|wo_\w|wkv|eh_proj)\.weight$|^lm_head\.weight$")
 
 
 def fp8_blocks(rows: int = 128, columns: int = 128, *, exponents: bool = False, name: str = "weight_scale_inv"):

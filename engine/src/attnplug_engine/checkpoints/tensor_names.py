@@ -18,7 +18,7 @@ _ROOT = "model."
 _EMBEDDING = "embed_tokens.weight"
 _TEXT = r"(?:model\.)*(?:language_model|text_model|llm)\."
 _TEXT_ROOT = re.compile(rf"({_TEXT}(?:model\.)*){re.escape(_EMBEDDING)}")
-_TEXT_HEAD = re.compile(rf"(?:{_TEXT})?{re.escape(HEAD)}")
+_TEXT_HEAD = re.compile(rf"(?:{_TEXT})?(lm_head\.\w+)")
 _BLOCKS = re.compile(r"^blocks\.")
 _QUANTIZATION = ("quantization_config", "compression_config")
 """The second is the key of the first versions of compressed-tensors, with the same keys inside."""
@@ -60,12 +60,12 @@ def text_model(checkpoint: Checkpoint) -> Checkpoint:
         )
     root, names = roots[0], {name: name for name in stored if name.startswith(_PREDICTION)}
     for name in stored:
-        if _TEXT_HEAD.fullmatch(name):
-            names[HEAD] = name
+        if (head := _TEXT_HEAD.fullmatch(name)) is not None:
+            names[head[1]] = name
         elif name.startswith(root):
             # transformers 5.22 saves the layers of Kimi-K2.5 as ``blocks``; published ones are ``layers``.
             names[_ROOT + _BLOCKS.sub("layers.", name.removeprefix(root))] = name
-    if HEAD in names:  # as in transformers, whatever the config says
+    if any(name.startswith(HEAD) for name in names):  # as in transformers, whatever the config says
         config = {**config, "tie_word_embeddings": False}
     return checkpoint.renamed(names, config)
 
@@ -78,12 +78,10 @@ def with_full_names(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint.renamed({_ROOT + name: name for name in names})
 
 
-def check_head(checkpoint: Checkpoint, head: str, *, tied: bool) -> None:
-    """Raise if a checkpoint has neither a head nor a tied embedding: it cannot generate."""
+def no_head(checkpoint: Checkpoint, head: str) -> MissingTensor:
+    """Return the error for a checkpoint with neither a head nor a tied embedding: it cannot generate."""
     config = checkpoint.config
-    if tied or head in checkpoint.names():
-        return
-    raise MissingTensor(
+    return MissingTensor(
         f"the checkpoint {checkpoint.name!r} ({show(config.get('architectures'))}) has no head: no tensor {head!r}, "
         "and its config does not tie it to the embedding. It cannot generate; 'attnplug embed' pools its hidden states",
         checkpoint.name,

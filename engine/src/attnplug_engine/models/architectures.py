@@ -24,7 +24,7 @@ from attnplug_engine.checkpoints.safetensors import (
     checkpoint_config,
     checkpoint_folder,
 )
-from attnplug_engine.checkpoints.tensor_names import HEAD, check_head, text_config, text_model, with_full_names
+from attnplug_engine.checkpoints.tensor_names import HEAD, no_head, text_config, text_model, with_full_names
 from attnplug_engine.models import (
     deepseek,
     deepseek_v4,
@@ -42,7 +42,7 @@ from attnplug_engine.models import (
 from attnplug_engine.models.decoder import Decoder, LoadedModel
 from attnplug_engine.models.layers import pack_weights
 from attnplug_engine.models.rope import exact_length
-from attnplug_engine.models.weights import Weights, quantization_of
+from attnplug_engine.models.weights import Weights, holds_weight, quantization_of
 from attnplug_engine.parallel.collectives import SINGLE, ParallelError, TensorParallel
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
@@ -173,7 +173,8 @@ def load_model(
         if head:
             architecture = ARCHITECTURES[spec.model_type]
             tied = {**architecture.defaults, **source.config}.get("tie_word_embeddings") is True
-            check_head(source, architecture.head, tied=tied)
+            if not tied and not holds_weight(source, architecture.head):
+                raise no_head(source, architecture.head)
         source = with_full_names(source)
     return build_model(source, spec, dtype=dtype, device=device, parallel=parallel, head=head, progress=progress)
 
@@ -327,7 +328,7 @@ def _ignored(architecture: Architecture, config: Config, *, head: bool) -> Calla
     further = range(config.layer_count(), config.layer_count() + extra) if extra else range(0)
 
     def ignored(name: str) -> bool:
-        if name == architecture.head and not head:
+        if name.startswith(architecture.head.removesuffix("weight")) and not head:
             return True
         layer = _LAYER.match(name)
         return (layer is not None and int(layer[1]) in further) or any(pattern.search(name) for pattern in patterns)

@@ -99,8 +99,9 @@ class Weights:
         return torch.equal(one, other)
 
     def holds(self, name: str) -> bool:
-        """Return True if the source has a tensor of this name, for tensors with two possible names."""
-        return self._prefix + name in self._source.names()
+        """Return True if the source has a tensor, or the codes of a weight, of this name: for optional tensors and for
+        those with two possible names."""
+        return _holds(self._source, self._prefix + name, self._quantization)
 
     def take(
         self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None, exact: bool = False
@@ -382,6 +383,16 @@ class Weights:
         self._taken.add(full_name)
         if self._on_read is not None:
             self._on_read(len(self._taken))
+
+
+def holds_weight(source: WeightSource, name: str) -> bool:
+    """Return True if a source has a weight of this name, in its codes or not."""
+    return _holds(source, name, quantization_of(source))
+
+
+def _holds(source: WeightSource, name: str, quantization: Quantization | None) -> bool:
+    codes = () if quantization is None or not name.endswith(".weight") else quantization.code_names
+    return any(one in source.names() for one in (name, *(name.removesuffix("weight") + code for code in codes)))
 
 
 def quantization_of(source: WeightSource) -> Quantization | None:

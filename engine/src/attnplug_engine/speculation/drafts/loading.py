@@ -19,7 +19,7 @@ from attnplug_engine.models.architectures import (
     read_config,
 )
 from attnplug_engine.models.decoder import LoadedModel
-from attnplug_engine.models.weights import Weights
+from attnplug_engine.models.weights import Weights, holds_weight
 from attnplug_engine.parallel.collectives import (
     SINGLE,
     FirstRank,
@@ -209,7 +209,7 @@ def _check_eagle(
     """Raise if a checkpoint is not a draft of this algorithm, or one for another target."""
     if isinstance(source, Checkpoint):
         names = source.names()
-        if "fc.weight" not in names:
+        if not holds_weight(source, "fc.weight"):
             raise DraftError(
                 f"the checkpoint {source.name!r} is not a draft of `speculative_algorithm` {speculation.algorithm}: it "
                 "has no tensor 'fc.weight'; give another `speculative_draft_model`, or choose standalone for an "

@@ -17,7 +17,7 @@ from attnplug_engine.models import deepseek, qwen_hybrid
 from attnplug_engine.models.decoder import MODEL, Block, LoadedModel, hidden_norm
 from attnplug_engine.models.layers import Head, Linear, Projection, RMSNorm, embedded
 from attnplug_engine.models.rope import Rotation
-from attnplug_engine.models.weights import WeightRows, Weights
+from attnplug_engine.models.weights import WeightRows, Weights, holds_weight
 from attnplug_engine.settings.speculation import STEPS, TOPK, Speculation
 from attnplug_engine.speculation.drafts.model import LAST, DraftError, DraftModel
 from attnplug_engine.speculation.drafts.shared import own_embedding, own_head
@@ -185,7 +185,7 @@ def build_prediction(
     """Load the layers of ``spec``, which is the whole model's, from the target's own checkpoint."""
     predictor = _predictor(spec)
     first = predictor.first(config)
-    if isinstance(source, Checkpoint) and first not in source.names():
+    if isinstance(source, Checkpoint) and not holds_weight(source, first):
         raise DraftError(
             f"the checkpoint {source.name!r} holds no layers for multi-token prediction: it has no tensor {first!r}; "
             "fetch all of its files, or choose another `speculative_algorithm`"
