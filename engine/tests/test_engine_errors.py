@@ -28,6 +28,7 @@ from attnplug.host import TINY_CONFIGS, ModelConfigError, Registry, SelectionErr
 from attnplug_engine import Engine
 from attnplug_engine.execution.runner import NotFinite
 from attnplug_engine.memory.pools import check_codecs
+from attnplug_engine.parallel.collectives import ParallelError
 from attnplug_engine.prepare import check_same_choice
 from attnplug_testing.errors import having, naming, refusing
 
@@ -119,7 +120,7 @@ class TestErrors:
         class Three:
             rank, size = 0, 3
 
-        with pytest.raises(SelectionError, check=refusing("torch_native", RefusalCode.TENSOR_PARALLEL)):
+        with pytest.raises(ParallelError, check=having(what="attention heads", size=3, fitting=(1, 2, 4))):
             Engine("tiny:llama", device="cpu", parallel=Three())
 
     def test_cuda_where_there_is_none(self):

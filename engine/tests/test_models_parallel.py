@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 import torch
 import torch.distributed as dist
+from quantized_checkpoints import FILE, fp8_blocks, quantized
+from safetensors.torch import load_file, save_file
 from thread_ranks import Threads, in_ranks
 from torch.testing import assert_close
 
 from attnplug import UsageError
 from attnplug.host import TINY_CONFIGS
 from attnplug.host import load_model as load_spec
+from attnplug_engine.engine import Engine
 from attnplug_engine.models.architectures import load_model, open_source, rank_counts
 from attnplug_engine.models.architectures import load_spec as engine_spec
 from attnplug_engine.parallel.collectives import (
@@ -20,6 +25,7 @@ from attnplug_engine.parallel.collectives import (
     kv_head_part,
     padded_part,
 )
+from attnplug_testing.errors import having
 
 DECODED = 8
 MODELS = {
@@ -108,6 +114,40 @@ def test_rank_counts_are_those_that_can_load_the_model(name):
             assert size not in counts
         else:
             assert size in counts
+
+
+# Of 8 heads: attention outputs have 4 blocks of 64 columns, MLPs have 6.
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "hidden_size": 64}
+
+
+@pytest.mark.parametrize("scheme", ["all", "stored without MLPs"])
+def test_rank_counts_of_a_base_model_are_those_that_can_load_it(scheme, make_oracle, tmp_path):
+    """E5: tensor names without ``model.``, and weights that are plain although the config does not exclude them."""
+    excluded = "lm_head" if scheme == "all" else r"lm_head|mlp"
+    folder = make_oracle("llama", intermediate_size=384, **HEADS).folder
+    config = {"quant_method": "fp8", "weight_block_size": [64, 64]}
+    quantized(folder, tmp_path, config, fp8_blocks(64, 64), excluded)
+    tensors = load_file(tmp_path / FILE)
+    base = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if not name.startswith("lm_head")}
+    save_file(base, tmp_path / FILE)
+    source, spec = open_source(str(tmp_path), device="cpu"), engine_spec(str(tmp_path))
+    loads = []
+    for size in range(1, 9):
+        with suppress(UsageError):
+            for rank in range(size):
+                parallel = Threads(size).rank(rank)
+                load_model(str(tmp_path), dtype=torch.float32, device="cpu", parallel=parallel, head=False)
+            loads.append(size)
+    assert rank_counts(source, spec) == loads == ([1, 2] if scheme == "all" else [1, 2, 4])
+
+
+def test_the_rank_counts_of_refused_heads_are_those_that_all_weights_allow(make_oracle, tmp_path):
+    """E5: 8 heads can be divided over 8 ranks, and 4 blocks of attention outputs cannot."""
+    folder = make_oracle("llama", intermediate_size=384, **HEADS).folder
+    config = {"quant_method": "fp8", "weight_block_size": [64, 64]}
+    quantized(folder, tmp_path, config, fp8_blocks(64, 64))
+    with pytest.raises(ParallelError, check=having(size=3, fitting=(1, 2))):
+        Engine(str(tmp_path), device="cpu", parallel=Threads(3).rank(0))
 
 
 def test_parts_are_neighbours_and_leave_nothing_out():

@@ -18,6 +18,7 @@ from attnplug.host import (
     BackendRequest,
     Registry,
     Selection,
+    SelectionError,
     choose_importable,
     default_ranking,
     load_registry,
@@ -248,7 +249,12 @@ def _choose_backends(
     asked = BackendRequest(options.attention_backend, options.role_backends, options.backend_options)
     ranking = default_ranking(registry, problem, per_batch=True)
     request = target_request(registry, asked, problem, speculation, ranking)
-    selection = choose_importable(registry, request, problem, ranking)
+    try:
+        selection = choose_importable(registry, request, problem, ranking)
+    except SelectionError:
+        # Backends refuse heads that cannot be divided. They do not know which rank counts divide all weights.
+        check_rank_count(_open_source(model, options, device), spec, parallel.size)
+        raise
     named = options.index_dtype
     formats = registry.kv_format(kv_dtype), device, None if named is None else registry.kv_format(named)
     check_codecs(spec.layers, *formats)
