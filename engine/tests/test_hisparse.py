@@ -383,14 +383,20 @@ def test_too_little_host_memory_is_an_error_with_the_sizes(monkeypatch: pytest.M
 
 
 def test_pages_are_as_many_as_host_and_device_have_room_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("attnplug_engine.serving.sizing.available_memory", lambda: 64_000)
+    def pages(**settings: Any) -> int:
+        """Pages of an engine that has 64,000 bytes once its weights are read."""
+        available = "attnplug_engine.serving.sizing.available_memory"
+        monkeypatch.setattr(available, lambda: 1 << 30)
+        engine = make(on_memory=lambda _: monkeypatch.setattr(available, lambda: 64_000), **settings)
+        return engine.runner.capacity.num_pages
+
     row = 4 * 40  # bytes, in each of four layers
-    assert make().runner.capacity.num_pages == int(64_000 * 0.8) // (4 * LAYERS * row)  # most of the memory
+    assert pages() == int(64_000 * 0.8) // (4 * LAYERS * row)  # most of the memory
     given = {"host_memory_gib": 32_000 / 2**30, "device_buffer_size": 13}
-    assert make(hisparse_config=given).runner.capacity.num_pages == 32_000 // (4 * LAYERS * row)
+    assert pages(hisparse_config=given) == 32_000 // (4 * LAYERS * row)
     monkeypatch.setattr("attnplug_engine.serving.sizing._CPU_CACHE_BYTES", 1000)
     with pytest.raises(PoolError, check=having(13, 3, settings=("enable_hisparse", "max_batch", "hisparse_config"))):
-        make()
+        pages()
 
 
 def test_a_backend_that_reads_rows_by_the_page_table_is_refused(attnplug: Attnplug):

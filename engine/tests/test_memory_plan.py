@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 import pytest
 import torch
 from quantized_checkpoints import fp8_blocks, quantized
 from safetensors.torch import save_file
+from thread_ranks import Threads
 
 from attnplug import PoolError
 from attnplug.host import TINY_CONFIGS
+from attnplug_engine.checkpoints.random import RandomCheckpoint
 from attnplug_engine.checkpoints.safetensors import Checkpoint
 from attnplug_engine.engine import Engine
-from attnplug_engine.models.architectures import load_model
-from attnplug_engine.quantization.scheme import QuantizedWeight
+from attnplug_engine.models.architectures import (
+    build_model,
+    load_model,
+    load_spec,
+    open_source,
+    rank_nbytes,
+    read_config,
+)
+from attnplug_engine.models.weights import Weights
+from attnplug_engine.parallel.collectives import SINGLE
 from attnplug_engine.serving import sizing
+from attnplug_engine.serving.sizing import MemoryPlan
+from attnplug_engine.settings.speculation import Algorithm, Speculation
+from attnplug_engine.speculation.drafts.loading import draft_spec
+from attnplug_engine.speculation.drafts.mtp import build_prediction
 from attnplug_testing.command import Attnplug
 from attnplug_testing.errors import naming
 
@@ -31,19 +47,85 @@ def fp8_folder(shared_oracle, tmp_path) -> Path:
     return tmp_path / "q"
 
 
-def test_the_estimate_of_weights_is_what_they_take(fp8_folder):
+def nbytes(*roots: object) -> int:
+    """Bytes of all tensors that can be reached from some objects, each memory once."""
+    seen, waiting, found = set(), list(roots), {}
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen or isinstance(one, (type, ModuleType, FunctionType)):
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            found[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+        waiting += gc.get_referents(one)
+    return sum(found.values())
+
+
+def planned(model: object, **settings: object) -> tuple[MemoryPlan, Engine]:
     plans = []
-    engine = Engine(str(fp8_folder), device="cpu", dtype="bfloat16", num_pages=32, on_memory=plans.append)
+    engine = Engine(str(model), device="cpu", dtype="bfloat16", on_memory=plans.append, **settings)
     (plan,) = plans
-    module = engine.runner.model
-    kept = {tensor.data_ptr(): tensor.nbytes for tensor in module.parameters()}
-    for part in module.modules():
-        if isinstance(part, QuantizedWeight):
-            kept[part.codes.data_ptr()] = part.nbytes
-    assert plan.weights == pytest.approx(sum(kept.values()), rel=0.02)
-    pools = engine.runner.pools.mha
-    caches = sum(cache(layer).nbytes for layer in pools.layer_ids for cache in (pools.keys, pools.values))
-    assert (plan.pages, plan.caches, plan.graphs) == (32, caches, 0)
+    return plan, engine
+
+
+@pytest.mark.parametrize("name", TINY_CONFIGS)
+def test_the_estimate_is_what_an_engine_allocates(name):
+    """E5. The difference is that of scalars, such as those of norms: 4 KiB of these tiny models."""
+    plan, engine = planned(f"tiny:{name}", num_pages=32)
+    assert plan.weights == pytest.approx(nbytes(engine.runner.model), rel=0.02)
+    assert (plan.pages, plan.caches, plan.host, plan.graphs) == (32, nbytes(engine.runner.pools), 0, 0)
+
+
+def test_the_estimate_of_quantized_weights_is_what_they_take(fp8_folder):
+    """E5"""
+    plan, engine = planned(fp8_folder, num_pages=32)
+    assert plan.weights == pytest.approx(nbytes(engine.runner.model), rel=0.001)
+
+
+def test_decoded_weights_are_estimated_as_they_are_kept(make_oracle, tmp_path):
+    """E5: heads and the up-projections of MLA are stored in fp8 and kept in the model's dtype."""
+    folder = make_oracle("deepseek_v3").folder
+    quantized(folder, tmp_path / "q", FP8, fp8_blocks(16, 16), "nothing")
+    plan, engine = planned(tmp_path / "q", num_pages=32)
+    assert plan.weights == pytest.approx(nbytes(engine.runner.model), rel=0.001)
+
+
+def test_prediction_layers_count_only_if_they_are_used(tmp_path):
+    """E5"""
+    target = "tiny:deepseek_v3"
+    plan, _ = planned(target, num_pages=32)
+    tensors = RandomCheckpoint(TINY_CONFIGS["deepseek_v3"] | {"num_nextn_predict_layers": 1}, name=target)
+    spec, how = load_spec(target), {"dtype": torch.float32, "device": "cpu"}
+    loaded = build_model(tensors, spec, **how)
+    speculation = Speculation(Algorithm.MTP, None, 2)
+    tensors.save(tmp_path)  # its config is read next
+    weights = Weights(tensors, dtype=torch.float32, device=torch.device("cpu"), parallel=SINGLE)
+    config = read_config(tensors.config, str(tmp_path), spec)
+    build_prediction(weights, tensors, config, draft_spec(speculation, str(tmp_path)), loaded)
+    tensors.save(tmp_path)
+    unused, _ = planned(tmp_path, num_pages=32)
+    assert unused.weights == plan.weights
+    used, engine = planned(tmp_path, num_pages=32, speculative_algorithm="mtp", speculative_num_steps=2)
+    both = nbytes(engine.runner.model, engine.rounds.draft.model)
+    assert used.weights == pytest.approx(both, rel=0.001) and used.weights > 1.1 * plan.weights
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa", "deepseek_v4"])
+def test_device_and_host_memory_of_hisparse_are_estimated_apart(name):
+    """E5, A10"""
+    plan, engine = planned(f"tiny:{name}", num_pages=32, max_batch=4, enable_hisparse=True)
+    coordinator = engine.runner.coordinator
+    assert plan.host == coordinator.host_nbytes
+    assert plan.caches == pytest.approx(nbytes(engine.runner.pools, coordinator) - plan.host, rel=0.05)
+    assert "of host memory" in str(plan)
+
+
+def test_a_rank_is_estimated_by_its_part(fp8_folder):
+    """E5"""
+    source, spec = open_source(str(fp8_folder), device="cpu"), load_spec(str(fp8_folder))
+    for size in (1, 2):
+        part = load_model(str(fp8_folder), dtype=torch.bfloat16, device="cpu", parallel=Threads(size).rank(0)).module
+        assert rank_nbytes(source, spec, size, torch.bfloat16) == pytest.approx(nbytes(part), rel=0.001)
 
 
 @pytest.mark.parametrize(("free", "named"), [(10_000, "weights"), (200_000, "caches")])
@@ -100,13 +182,14 @@ def test_an_unknown_scheme_is_refused_before_the_estimate(attnplug: Attnplug, fp
     assert "'awq'" in outcome.err
 
 
-def test_random_weights_have_no_estimate_and_say_so(fp8_folder, monkeypatch):
-    plans = []
-    Engine(str(fp8_folder), device="cpu", num_pages=32, random_weights=True, on_memory=plans.append)
-    assert plans[0].weights is None and "random weights of unknown size" in str(plans[0])
-    monkeypatch.setattr(sizing, "available_memory", lambda: 200_000)
-    with pytest.raises(PoolError, check=naming("unknown")):
-        Engine(str(fp8_folder), device="cpu", num_pages=4096, random_weights=True)
+def test_random_weights_are_estimated_like_stored_ones(fp8_folder, monkeypatch):
+    """E5"""
+    stored, _ = planned(fp8_folder, num_pages=32)
+    drawn, _ = planned(fp8_folder, num_pages=32, random_weights=True)
+    assert drawn.weights == stored.weights
+    monkeypatch.setattr(sizing, "available_memory", lambda: 10_000)
+    with pytest.raises(PoolError, check=naming("weights")):
+        planned(fp8_folder, num_pages=32, random_weights=True)
 
 
 def test_every_tensor_is_read_once(fp8_folder, monkeypatch):

@@ -27,14 +27,14 @@ from attnplug.host import (
 from attnplug.kernels import torch_dtype
 from attnplug.machine.runtime import DeviceRuntime, open_device, runtime_of
 from attnplug.registry.assembly import build_chosen
-from attnplug_engine.checkpoints.safetensors import Checkpoint, WeightSource
+from attnplug_engine.checkpoints.safetensors import WeightSource
 from attnplug_engine.checkpoints.tensor_names import quantization_key
 from attnplug_engine.execution.extend_times import measured_extends
 from attnplug_engine.execution.runner import ModelRunner
 from attnplug_engine.kernels import usable
 from attnplug_engine.memory.capacity import Capacity
 from attnplug_engine.memory.pools import check_codecs
-from attnplug_engine.models.architectures import check_rank_count, load_model, load_spec, open_source, read_config
+from attnplug_engine.models.architectures import load_model, load_spec, open_source, rank_nbytes, read_config
 from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.parallel.collectives import RankOrder, TensorParallel
@@ -72,6 +72,8 @@ class BackendChoice:
     selected."""
     source: WeightSource
     """Source of the weights, which ranks can divide."""
+    weights: int
+    """Bytes of a rank's weights, a draft's included."""
     draft: DraftChoice | None
     draft_source: WeightSource | None
 
@@ -253,23 +255,23 @@ def _choose_backends(
         selection = choose_importable(registry, request, problem, ranking)
     except SelectionError:
         # Backends refuse heads that cannot be divided. They do not know which rank counts divide all weights.
-        check_rank_count(_open_source(model, options, device), spec, parallel.size)
+        if parallel.size > 1:
+            rank_nbytes(_open_source(model, options, device), spec, parallel.size)
         raise
     named = options.index_dtype
     formats = registry.kv_format(kv_dtype), device, None if named is None else registry.kv_format(named)
     check_codecs(spec.layers, *formats)
     source = _open_source(model, options, device)
-    draft = draft_source = None
-    if speculation is None or not speculation.has_model:
-        check_rank_count(source, spec, parallel.size)
-    else:
+    draft = draft_source = divided = layers = None
+    if speculation is not None and speculation.has_model:
         with naming_draft(speculation):
             layers = draft_spec(speculation, model)
             draft_source = open_draft(
                 speculation, model, device=device, seed=options.seed, random_weights=options.random_weights
             )
-        divided = partial(divide_draft, speculation, draft_source, target_reference=model)
-        check_rank_count(source, spec, parallel.size, divided)
+        divided = partial(divide_draft, speculation=speculation, source=draft_source, target_reference=model)
+    weights = rank_nbytes(source, spec, parallel.size, torch_dtype(dtype), divided)
+    if speculation is not None and layers is not None:
         draft = choose_draft(registry, asked, problem, speculation, layers, ranking)
         check_codecs(layers.layers, *formats)
     return BackendChoice(
@@ -286,6 +288,7 @@ def _choose_backends(
         selection,
         ranking,
         source,
+        weights,
         draft,
         draft_source,
     )
@@ -369,10 +372,6 @@ def _open_source(model: str, options: EngineOptions, device: torch.device) -> We
 def _memory_plan(choice: BackendChoice) -> MemoryPlan:
     """Estimate the memory of an engine before weights are read. Raises PoolError if it cannot fit."""
     options, device, ranks = choice.options, choice.device, choice.parallel.size
-    sources, speculation = [choice.source], options.speculation
-    if choice.draft_source is not None and speculation is not None and speculation.draft_model is not None:
-        sources.append(choice.draft_source)
-    sizes = [one.nbytes(choice.dtype, ranks) for one in sources if isinstance(one, Checkpoint)]
     draft = None if choice.draft is None else choice.draft.problem.model
     return plan_memory(
         choice.spec.for_rank(ranks),
@@ -382,7 +381,7 @@ def _memory_plan(choice: BackendChoice) -> MemoryPlan:
         choice.dtype,
         choice.kv_dtype,
         device,
-        sum(sizes) if len(sizes) == len(sources) else None,  # the size of random weights is unknown
+        choice.weights,
         None if draft is None else draft.for_rank(ranks),
     )
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -211,19 +210,6 @@ class Checkpoint:
 
     def stored_name(self, name: str) -> str:
         return self._stored_names.get(name, name)
-
-    def nbytes(self, dtype: torch.dtype, ranks: int = 1) -> int:
-        """Return the bytes of one of ``ranks`` if floating-point tensors are converted to ``dtype``.
-
-        An upper bound: a model may not use all tensors. Embeddings and vectors are on every rank.
-        """
-        total = 0.0
-        for name in self._files:
-            stored = self.stored(name)
-            if stored is not None:
-                size = math.prod(stored.shape) * (dtype.itemsize if stored.dtype in FLOATS else _bytes_of(stored.dtype))
-                total += size if len(stored.shape) < 2 or "embed" in name else size // ranks
-        return int(total)
 
     def check(self, name: str, shape: tuple[int, ...], kinds: Collection[str] = FLOATS) -> None:
         self._stored(name, shape, kinds)

@@ -162,7 +162,7 @@ def _allowed_ranks(parsed: argparse.Namespace, speculation: Speculation | None) 
     source, divide_draft = open_source(parsed.model, device="cpu", random_weights=random), None
     if speculation is not None and speculation.has_model:
         draft = open_draft(speculation, parsed.model, device="cpu", random_weights=random)
-        divide_draft = partial(divide, speculation, draft, target_reference=parsed.model)
+        divide_draft = partial(divide, speculation=speculation, source=draft, target_reference=parsed.model)
     return allowed_ranks(rank_counts(source, load_spec(parsed.model), divide_draft))
 
 

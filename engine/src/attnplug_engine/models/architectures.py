@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from attnplug import ModelSpec, UsageError
 from attnplug.hf.config_keys import Config, show
@@ -129,7 +130,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 """Architectures by the config's ``model_type``. ``docs/adding-an-architecture.md`` shows how to add one."""
 
 
-DivideDraft = Callable[[LoadedModel], object]
+DivideDraft = Callable[[LoadedModel, torch.dtype], nn.Module]
 """Builds a rank's part of a draft without values, for a target's. Raises ParallelError if it cannot be divided."""
 
 
@@ -251,15 +252,21 @@ def build_model(
     return LoadedModel(module.eval(), spec.for_rank(parallel.size), source.config)
 
 
-def check_rank_count(source: WeightSource, spec: ModelSpec, size: int, divide_draft: DivideDraft | None = None) -> None:
-    """Raise ParallelError if ``size`` ranks cannot divide a model, or its draft, with the numbers that can divide both.
+def rank_nbytes(
+    source: WeightSource,
+    spec: ModelSpec,
+    size: int,
+    dtype: torch.dtype = torch.float32,
+    divide_draft: DivideDraft | None = None,
+) -> int:
+    """Return the bytes of the weights of a model, and of its draft, on one of ``size`` ranks. No weight is read.
 
-    No weight is read.
+    Raises ParallelError if the ranks cannot divide both, with the numbers that can.
     """
-    if size == 1 and divide_draft is None:
-        return
+    from attnplug_engine.models.weight_shapes import nbytes
+
     try:
-        _divide_both(source, spec, size, divide_draft)
+        return nbytes(*_divide_both(source, spec, size, dtype, divide_draft))
     except ParallelError as error:
         raise error.allowing(rank_counts(source, spec, divide_draft)) from error
 
@@ -269,18 +276,19 @@ def rank_counts(source: WeightSource, spec: ModelSpec, divide_draft: DivideDraft
     fitting = [1]
     for size in range(2, max(layer.num_heads for layer in spec.layers) + 1):
         with suppress(UsageError):
-            _divide_both(source, spec, size, divide_draft)
+            _divide_both(source, spec, size, torch.float32, divide_draft)
             fitting.append(size)
     return fitting
 
 
-def _divide_both(source: WeightSource, spec: ModelSpec, size: int, divide_draft: DivideDraft | None) -> None:
-    target = divide(source, spec, size)
-    if divide_draft is not None:
-        divide_draft(target)
+def _divide_both(
+    source: WeightSource, spec: ModelSpec, size: int, dtype: torch.dtype, divide_draft: DivideDraft | None
+) -> tuple[nn.Module, ...]:
+    target = divide(source, spec, size, dtype)
+    return (target.module,) if divide_draft is None else (target.module, divide_draft(target, dtype))
 
 
-def divide(source: WeightSource, spec: ModelSpec, size: int) -> LoadedModel:
+def divide(source: WeightSource, spec: ModelSpec, size: int, dtype: torch.dtype) -> LoadedModel:
     """Build one rank's part of a model without values. Raises UsageError (ParallelError) if it cannot be divided."""
     from attnplug_engine.models.weight_shapes import WeightShapes  # imports the quantization schemes
 
@@ -288,7 +296,7 @@ def divide(source: WeightSource, spec: ModelSpec, size: int) -> LoadedModel:
     if isinstance(source, Checkpoint):
         source = with_full_names(source)
     with torch.no_grad():
-        module = _known(spec.model_type, source.name).build(WeightShapes.of(source, size), config, spec)
+        module = _known(spec.model_type, source.name).build(WeightShapes.of(source, size, dtype), config, spec)
     return LoadedModel(module, spec.for_rank(size), source.config)
 
 

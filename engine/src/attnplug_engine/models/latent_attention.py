@@ -112,6 +112,8 @@ class LatentAttention(Attention):
         keys, values = up.unflatten(0, (own, width)).split((self._nope, layer.v_head_dim), dim=1)
         # Values as [heads, v, latent] in memory, so that core's matrix of them is a view of the same memory.
         self.weights = MLAWeights(keys.contiguous(), values.contiguous().transpose(1, 2), multiply_few)
+        self.register_buffer("_keys", self.weights.w_kc, persistent=False)  # counted as memory of the model
+        self.register_buffer("_values", self.weights.w_vc, persistent=False)
         value = layer.v_head_dim
         self.out = Linear.row_parallel(
             weights.at(out), layer.num_heads * value, hidden, scaled(heads, value), bias=bias

@@ -1,4 +1,4 @@
-"""Weights without values, to find out how ranks divide a model before any is read."""
+"""Weights without values, to find out how ranks divide a model, and what it takes, before any is read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnplug_engine.checkpoints.safetensors import WeightSource
 from attnplug_engine.models.weights import WeightRows, Weights
@@ -27,15 +27,17 @@ class WeightShapes(Weights):
     """
 
     @classmethod
-    def of(cls, source: WeightSource, ranks: int) -> WeightShapes:
-        return cls(source, dtype=torch.float32, device=_META, parallel=FirstRank(ranks))
+    def of(cls, source: WeightSource, ranks: int, dtype: torch.dtype) -> WeightShapes:
+        return cls(source, dtype=dtype, device=_META, parallel=FirstRank(ranks))
 
     def take(
         self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None, exact: bool = False
     ) -> Tensor:
-        device = _META if math.prod(shape) > _MOST_ALLOCATED else None
-        part = torch.empty(shape, device=device)[rows or slice(None)]
-        return part if columns is None else part[:, columns]
+        parts = (rows or slice(None), columns or slice(None))
+        own = [len(range(*part.indices(size))) for size, part in zip(shape, parts, strict=False)]
+        own += shape[len(parts) :]
+        device = _META if math.prod(own) > _MOST_ALLOCATED else None
+        return torch.empty(own, device=device, dtype=torch.float32 if exact else self.dtype)
 
     def same(self, one: Tensor, other: Tensor) -> bool:
         return False
@@ -83,3 +85,10 @@ class WeightShapes(Weights):
         weight = self.empty_quantized(Mxfp4(), parts, in_features, columns=columns, experts=experts)
         self.fill_quantized(weight, parts, in_features, columns=columns)
         return weight
+
+
+def nbytes(*modules: nn.Module) -> int:
+    """Return the bytes of the parameters and buffers of modules, which may share them."""
+    tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())  # ``meta`` has no addresses

@@ -61,22 +61,25 @@ def cache_budget(device: torch.device, share: float, reserved: int = 0) -> int:
 class MemoryPlan:
     """Estimated bytes of an engine on its device, of one rank, before weights are read.
 
-    ``weights`` includes a draft's. It is None for random weights, whose shapes are not known yet. ``caches`` has
-    ``pages`` pages and the linear states. ``graphs`` includes the activations of the largest step that is captured.
+    ``weights`` includes a draft's. ``caches`` has ``pages`` pages and the linear states. ``graphs`` includes the
+    activations of the largest step that is captured. ``host`` is host memory for rows that are not on the device
+    (HiSparse).
     """
 
     device: str
     free: int
-    weights: int | None
+    weights: int
     caches: int
     pages: int
     page_size: int
     graphs: int
+    host: int = 0
 
     def __str__(self) -> str:
         caches = f"caches {_size(self.caches)} ({self.pages} pages of {self.page_size} tokens)"
+        host = f" and {_size(self.host)} of host memory" if self.host else ""
         graphs = f", CUDA graphs about {_size(self.graphs)}" if self.graphs else ""
-        return f"{_weights(self.weights)}, {caches}{graphs}; {self.device} has {_size(self.free)} free"
+        return f"weights {_size(self.weights)}, {caches}{host}{graphs}; {self.device} has {_size(self.free)} free"
 
 
 def plan_memory(
@@ -87,37 +90,45 @@ def plan_memory(
     dtype: torch.dtype,
     kv_dtype: str,
     device: torch.device,
-    weights: int | None,
+    weights: int,
     draft: ModelSpec | None = None,
 ) -> MemoryPlan:
     """Estimate the memory of an engine for a rank's ``spec`` and ``weights`` bytes, a draft's included. Raises
     PoolError if it cannot fit."""
     free = free_memory(device)
-    if weights is not None and weights > free:
+    if weights > free:
+        least = -(-weights * spec.ranks // max(free, 1))
         raise PoolError(
             f"the weights take {_size(weights)} on {device.type}, and {_size(free)} are free; use a --tensor-parallel "
-            f"of {-(-weights * spec.ranks // max(free, 1))} or more, or a checkpoint in fewer bits",
+            f"of {least} or more that divides the model, or a checkpoint in fewer bits",
             settings=[Setting.TENSOR_PARALLEL],
         )
-    planned = capacity(spec, options, selection, dtype, kv_dtype, device, draft, reserved=weights or 0)
-    page = bytes_per_page(spec, planned.page_size, kv_dtype, dtype, options.index_dtype, drafts=planned.nodes - 1)
+    planned = capacity(spec, options, selection, dtype, kv_dtype, device, draft, reserved=weights)
+    drafts, host = planned.nodes - 1, 0
+    caches = planned.state_slots * bytes_per_state(spec, dtype)
+    if planned.hot_buffer:
+        hot = HotBytes.of(spec, planned, kv_dtype, dtype, options.index_dtype)
+        page, host = hot.device_page, hot.host_page * planned.num_pages
+        caches += hot.fixed
+    else:
+        page = bytes_per_page(spec, planned.page_size, kv_dtype, dtype, options.index_dtype, drafts=drafts)
     if draft is not None:
-        page += bytes_per_page(draft, planned.page_size, kv_dtype, dtype, options.index_dtype, drafts=planned.nodes - 1)
-    caches = planned.num_pages * page + planned.state_slots * bytes_per_state(spec, dtype)
+        page += bytes_per_page(draft, planned.page_size, kv_dtype, dtype, options.index_dtype, drafts=drafts)
+    caches += planned.num_pages * page
     graphs = 0
     if runtime_of(device).graph is not None and options.captures:
         graphs = _graph_bytes(config, len(spec.layers), options, planned, dtype)
-    on_device = caches if planned.hot_buffer == 0 else 0  # HiSparse checks its own
-    if (weights or 0) + on_device > free:
+    shared = host if runtime_of(device).module is None else 0  # on a CPU both are the same memory
+    if weights + caches + shared > free:
         slots = planned.state_slots
-        states = f" and {slots} linear states" if slots else ""
+        states, taken = f" and {slots} linear states" if slots else "", _size(caches + shared)
         raise PoolError(
-            f"caches of {planned.num_pages} pages of {planned.page_size} tokens{states} take {_size(caches)} beside "
-            f"{_weights(weights)}, and {_size(free)} are free on {device.type}; lower `num_pages`"
+            f"caches of {planned.num_pages} pages of {planned.page_size} tokens{states} take {taken} beside "
+            f"weights of {_size(weights)}, and {_size(free)} are free on {device.type}; lower `num_pages`"
             + (", `state_slots` or `max_batch`" if slots else ""),
             settings=["num_pages", "state_slots", "max_batch"] if slots else ["num_pages"],
         )
-    return MemoryPlan(device.type, free, weights, caches, planned.num_pages, planned.page_size, graphs)
+    return MemoryPlan(device.type, free, weights, caches, planned.num_pages, planned.page_size, graphs, host)
 
 
 def _graph_bytes(
@@ -136,10 +147,6 @@ def _graph_bytes(
 
 def _int_or_zero(value: object) -> int:
     return value if isinstance(value, int) else 0
-
-
-def _weights(nbytes: int | None) -> str:
-    return "random weights of unknown size" if nbytes is None else f"weights {_size(nbytes)}"
 
 
 def _size(nbytes: int) -> str:
@@ -224,11 +231,12 @@ def _hot_capacity(
         if draft is None
         else bytes_per_page(draft, size, kv_dtype, dtype, options.index_dtype, drafts=capacity.nodes - 1)
     )
-    num_pages, free = options.num_pages, available_memory()
+    is_cpu = runtime_of(device).module is None  # then host and device are the same memory
+    num_pages, free = options.num_pages, available_memory() - (reserved if is_cpu else 0)
     if num_pages is None:
         room = cache_budget(device, _GPU_CACHE_SHARE, reserved)
         host_budget = config.host_budget(free, spec.ranks)
-        if runtime_of(device).module is None:
+        if is_cpu:
             host_budget = min(host_budget, free, _CPU_CACHE_BYTES)
         num_pages = min((room - fixed) // on_device, host_budget // on_host, most_pages)
         if num_pages < 1:

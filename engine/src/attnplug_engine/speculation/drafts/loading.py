@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from attnplug import ModelSpec, UsageError
 from attnplug.hf.config_keys import Config
@@ -133,7 +134,9 @@ def open_draft(
     return open_source(reference, device=device, seed=seed, random_weights=random_weights)
 
 
-def divide_draft(speculation: Speculation, source: WeightSource, target: LoadedModel, target_reference: str) -> None:
+def divide_draft(
+    target: LoadedModel, dtype: torch.dtype, *, speculation: Speculation, source: WeightSource, target_reference: str
+) -> nn.Module:
     """Build one rank's part of a draft without values, for a target's part of the same kind.
 
     Raises ParallelError if it cannot be divided, and whatever else ``load_draft`` finds without reading weights.
@@ -147,9 +150,11 @@ def divide_draft(speculation: Speculation, source: WeightSource, target: LoadedM
                 even_part(layer.num_heads, FirstRank(size), "attention heads")
                 kv_head_part(layer.num_kv_heads, FirstRank(size))
             if speculation.algorithm is Algorithm.STANDALONE:
-                _check_vocabulary(speculation, divide(source, spec, size), target, target_reference)
-            else:
-                _build_draft(WeightShapes.of(source, size), source, speculation, spec, target, target_reference)
+                draft = divide(source, spec, size, dtype)
+                _check_vocabulary(speculation, draft, target, target_reference)
+                return draft.module
+            weights = WeightShapes.of(source, size, dtype)
+            return _build_draft(weights, source, speculation, spec, target, target_reference)
     except ParallelError as error:
         problem = f"the draft {source.name!r}: {error.problem}"
         raise ParallelError(problem, error.what, error.count, error.size) from error
