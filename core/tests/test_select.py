@@ -7,7 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from attnplug import DType, ExtendPath, GraphLevel, ModelSpec, Problem, Refusal, RefusalCode, Role, UsageError
+from attnplug import (
+    DType,
+    ExtendPath,
+    GraphLevel,
+    ModelSpec,
+    PageSizes,
+    Problem,
+    Refusal,
+    RefusalCode,
+    Role,
+    UsageError,
+)
 from attnplug.declare.errors import PluginError
 from attnplug.host import BackendRequest, SelectionError, explain, select
 from attnplug.registry.registry import Broken, Source
@@ -270,9 +281,9 @@ def test_the_error_holds_the_inputs_and_every_candidate_with_every_reason() -> N
     )
     with pytest.raises(SelectionError) as caught:
         select(installed, BackendRequest(), problem)
-    text = str(caught.value)
     for given in ("llama", "8/2", "cuda", "SM 90", "bfloat16", "16", "UNIFORM", "3 speculative", "2 tensor-parallel"):
-        assert given in text
+        assert given in str(caught.value)
+    text = "\n".join(explanation(caught.value.selection))  # the error's own text has the nearest candidates only
     for candidate in ("mla_only (mla_only-dist 1.2)", "old (old-dist 1.2)"):
         assert candidate in text
     for role, choice in caught.value.selection.choices.items():
@@ -284,6 +295,47 @@ def test_the_error_holds_the_inputs_and_every_candidate_with_every_reason() -> N
                 assert refusal.setting is None or refusal.setting in text
     codes = {r.code for c in caught.value.selection.choices[Role.PREFILL].candidates for r in c.refusals}
     assert codes == {"kind", "sm", "device", "dtype", "kv_dtype", "requirement", "cuda_graph", "speculation"}
+
+
+def test_the_error_shows_the_nearest_candidates_and_counts_the_others() -> None:
+    """D3: reasons that no setting helps against would bury those that a user can act on."""
+    pages = replace(PLAIN, page_sizes=PageSizes.of(32))
+    installed = registry(
+        *(backend(f"gpu_{index}", replace(PLAIN, devices={"cuda"})) for index in range(6)),
+        backend("new", replace(PLAIN, min_sm=100, devices={"cuda"})),
+        backend("mla_only", replace(PLAIN, kinds={"mla"})),
+        backend("two_reasons", replace(pages, dtypes={DType.FLOAT16})),
+        *(backend(f"one_reason_{index}", pages) for index in range(2)),
+    )
+    with pytest.raises(SelectionError) as caught:
+        select(installed, BackendRequest(), Problem(LLAMA, "cpu", dtype=DType.BFLOAT16, page_size=48))
+    lines = str(caught.value).splitlines()
+    shown = [line.split()[0] for line in lines if line.endswith("refused")]
+    assert lines[0] == "prefill and decode: no installed backend can serve"
+    assert shown == ["one_reason_0", "one_reason_1", "two_reasons"]
+    assert "  8 more are refused; 'attnplug explain' gives every reason" in lines and len(lines) < 16
+    assert len(refusals(caught.value)) > 20
+
+
+def test_where_nothing_is_near_the_error_shows_one_candidate() -> None:
+    """D3"""
+    installed = registry(*(backend(name, replace(PLAIN, min_sm=100)) for name in "ab"), backend("linear", LINEAR))
+    with pytest.raises(SelectionError) as caught:
+        select(installed, BackendRequest(), Problem(LLAMA, "cuda", 90))
+    assert "  a (a-dist 1.2): refused" in str(caught.value) and "2 more are refused" in str(caught.value)
+
+
+def test_refusals_by_the_hardware_come_first() -> None:
+    """D3: nobody should install a library for a GPU that is not there."""
+    spec = replace(CPU_FLOAT32, devices={"cuda"}, dtypes={DType.FLOAT16})
+    with pytest.raises(SelectionError) as caught:
+        select(
+            registry(backend("gpu", spec, requires=["no-such-distribution"])),
+            BackendRequest("gpu"),
+            Problem(LLAMA, "cpu", dtype=DType.FLOAT32),
+        )
+    first = str(caught.value).splitlines()[1]
+    assert first == "  - device cpu is not supported, only cuda (change device)"
 
 
 def test_the_error_holds_only_roles_that_are_not_served() -> None:

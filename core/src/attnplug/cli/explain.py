@@ -16,7 +16,7 @@ from attnplug.declare.problem import DType, ExtendPath, GraphLevel, Problem, Rol
 from attnplug.registry.hosts import load_host
 from attnplug.registry.registry import Registry, load_model, load_registry
 from attnplug.registry.select import explain
-from attnplug.registry.selection import BackendRequest, RoleChoice, explanation, unrelated_candidates
+from attnplug.registry.selection import BackendRequest, RoleChoice, explanation
 
 
 def request_of(parsed: argparse.Namespace) -> BackendRequest:
@@ -111,7 +111,7 @@ def run(parsed: argparse.Namespace) -> int:
     else:
         print("\n".join(explanation(selection, render)))
         print(f"\nKV formats, by --kv-dtype: {', '.join(sorted(registry.kv_formats))}")
-        if any(map(unrelated_candidates, selection.choices.values())):
+        if any(choice.unrelated for choice in selection.choices.values()):
             print("\n--json has every reason against backends for another role or kind of attention")
     return 1 if refusals or selection.unserved else 0
 

@@ -230,13 +230,12 @@ def build_selection(selection: Selection, context: HostContext) -> AttentionBack
     """
     uses = [(*use, selection.options.get(name)) for name, use in selection.uses().items()]
     _compile_kernels(uses, context, selection.problem)
-    roles = [role for role in (Role.PREFILL, Role.DECODE) if role in selection.choices]
-    if selection.problem.is_draft:
-        roles = [Role.DRAFT]
+    possible = (Role.DRAFT,) if selection.problem.is_draft else (Role.PREFILL, Role.DECODE)
+    roles = [role for role in possible if role in selection.choices]
     built: dict[str, AttentionBackend] = {}
     for name, (registered, served) in selection.uses().items():
-        if own_roles := served & set(roles):
-            built[name] = _build(selection, registered, context, own_roles)
+        if own := served & set(roles):
+            built[name] = _build(selection, registered, context, own)
     full = next(iter(built.values()), None)
     extenders = selection.graph_extenders({name: backend.claims.cuda_graph for name, backend in built.items()})
     if extenders or any(selection.choices[role].schedule is not None for role in roles):
@@ -246,15 +245,12 @@ def build_selection(selection: Selection, context: HostContext) -> AttentionBack
     if Role.LINEAR not in selection.choices:
         assert full is not None, "a model has full-attention or linear layers"
         return full
-    registered = selection.chosen(Role.LINEAR)
-    linear = _build(selection, registered, context, frozenset({Role.LINEAR}))
+    linear = _build(selection, selection.chosen(Role.LINEAR), context, frozenset({Role.LINEAR}))
     return HybridLinearBackend(full, linear, context.model)
 
 
 def _compile_kernels(
-    uses: Collection[tuple[Registered, frozenset[Role], Any]],
-    context: HostContext,
-    problem: Problem | None,
+    uses: Collection[tuple[Registered, frozenset[Role], Any]], context: HostContext, problem: Problem | None
 ) -> None:
     if all(backend.spec.kernel_builds is None for backend, _, _ in uses):
         return

@@ -135,13 +135,8 @@ class Registry:
     def raise_if_check_failed(self, refusals: Iterable[tuple[Registered, Sequence[Refusal]]]) -> None:
         """In strict mode, raise a PluginError that lists every backend whose own check raised an exception."""
         if self.strict:
-            failed = [
-                f"{backend.spec.name} ({backend.source}): {refusal}"
-                for backend, found in refusals
-                for refusal in found
-                if refusal.code == RefusalCode.CHECK_FAILED
-            ]
-            _raise_faults(dict.fromkeys(failed))
+            failed = [(own, one) for own, found in refusals for one in found if one.code == RefusalCode.CHECK_FAILED]
+            _raise_faults(dict.fromkeys(f"{own.spec.name} ({own.source}): {one}" for own, one in failed))
 
 
 def load_registry(
@@ -153,9 +148,8 @@ def load_registry(
     """
     environment = os.environ if environment is None else environment
     points, broken = find_entry_points() if plugins is None else (list(plugins), [])
-    found = sorted(
-        ((point, Source.of(point)) for point in points), key=lambda each: (each[1].distribution, each[0].name)
-    )
+    sources = ((point, Source.of(point)) for point in points)
+    found = sorted(sources, key=lambda each: (each[1].distribution, each[0].name))
     allowed, blocked, unmatched = found, list[Source](), tuple[str, ...]()
     if (setting := environment.get(ALLOW_VARIABLE)) is not None:
         wanted = {canonical_name(name): name.strip() for name in setting.split(",") if name.strip()}
@@ -176,9 +170,7 @@ def load_registry(
             broken.append(outcome)
         if seconds > SLOW_SECONDS and not source.embedded:
             slow[source] = seconds
-    models = [
-        (name, Provided(config, plugin.source)) for plugin in loaded for name, config in plugin.tiny_models.items()
-    ]
+    models = [(name, Provided(config, each.source)) for each in loaded for name, config in each.tiny_models.items()]
     devices = [(spec.name, Provided(spec, plugin.source)) for plugin in loaded for spec in plugin.devices]
     formats = [(format.name, Provided(format, plugin.source)) for plugin in loaded for format in plugin.kv_formats]
     backends: list[tuple[str, Registered]] = []
@@ -208,11 +200,8 @@ def load_registry(
     if registry.strict:
         faults = [str(fault) for fault in registry.broken]
         faults += [f"{ALLOW_VARIABLE} lists {name!r}, which matches no installed plugin" for name in unmatched]
-        faults += [
-            f"{name} ({backend.source}): {missing}"
-            for name, backend in registry.backends.items()
-            if (missing := factory_refusal(backend.spec.factory)) is not None
-        ]
+        missing = [(own, factory_refusal(own.spec.factory)) for own in registry.backends.values()]
+        faults += [f"{own.spec.name} ({own.source}): {refusal}" for own, refusal in missing if refusal is not None]
         _raise_faults(faults)
     return registry
 

@@ -12,6 +12,9 @@ from attnplug.declare.problem import GraphLevel, Problem, Role, sorted_levels
 from attnplug.declare.spec import BackendSpec, Registered
 
 AUTO = "auto"
+_UNRELATED = (RefusalCode.ROLE, RefusalCode.KIND)
+_FAR: dict[str, int] = dict.fromkeys((*_UNRELATED, RefusalCode.DEVICE, RefusalCode.SM, RefusalCode.ARCHITECTURE), 100)
+"""Codes of refusals that no other setting helps against. Each counts like many of others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,12 @@ class Candidate:
     @property
     def is_unrelated(self) -> bool:
         """True if the backend is made for another role or attention kind."""
-        return any(refusal.code in (RefusalCode.ROLE, RefusalCode.KIND) for refusal in self.refusals)
+        return any(refusal.code in _UNRELATED for refusal in self.refusals)
+
+    @property
+    def distance(self) -> int:
+        """Number of refusals, of which some count as 100."""
+        return sum(_FAR.get(refusal.code, 1) for refusal in self.refusals)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +88,12 @@ class RoleChoice:
             return () if self.chosen is None else (self.chosen,)
         by_name = {candidate.backend.spec.name: candidate.backend for candidate in self.candidates}
         return tuple(by_name[name] for name in self.schedule.candidates)
+
+    @property
+    def unrelated(self) -> list[Candidate]:
+        """Candidates that an explanation only names: unrelated ones, if ``auto`` chose a backend."""
+        chose = self.requested == AUTO and self.chosen is not None
+        return [candidate for candidate in self.candidates if chose and candidate.is_unrelated]
 
     @property
     def chosen_name(self) -> str | None:
@@ -169,31 +183,40 @@ _SHOWN_BATCHES = {Role.PREFILL: ((1, 512), (1, 4096)), Role.DECODE: ((1, 1), (8,
 
 
 def refusal_lines(selection: Selection, render: Render) -> Iterator[str]:
-    """Yield why roles are not served: the refusals of the requested backend, or of every candidate under ``auto``."""
-    by_name: dict[str, list[RoleChoice]] = {}
+    """Yield why roles are not served: the refusals of the requested backend, or of the nearest ones under ``auto``."""
+    alike: dict[str, list[RoleChoice]] = {}
     for choice in selection.unserved:
-        if choice.requested != AUTO:
-            by_name.setdefault(choice.requested, []).append(choice)
-    for choices in by_name.values():
-        asked = choices[0].candidates[0].backend
+        why = "\n".join(_nearest_lines(choice, render)) if choice.requested == AUTO else choice.requested
+        alike.setdefault(why, []).append(choice)
+    for why, choices in alike.items():
         roles = " and ".join(choice.role for choice in choices)
+        if choices[0].requested == AUTO:
+            yield f"{roles}: {why}\n"
+            continue
+        asked = choices[0].candidates[0].backend
         by = " and ".join(dict.fromkeys(render(choice.setting) or choice.setting for choice in choices))
         yield f"{asked.spec.name} ({asked.source}) was asked for by {by} and cannot serve {roles}:"
         reasons: dict[str, list[RoleChoice]] = {}
         for choice in choices:
-            for refusal in choice.candidates[0].refusals:
+            for refusal in sorted(choice.candidates[0].refusals, key=lambda each: -_FAR.get(each.code, 1)):
                 reasons.setdefault(refusal.format(render), []).append(choice)
         for reason, concerned in reasons.items():
             yield f"  - {reason}" if len(concerned) == len(choices) else f"  - for {concerned[0].role}: {reason}"
         usable = [{c.backend.spec.name: None for c in choice.candidates if not c.refusals} for choice in choices]
         names = ", ".join(name for name in usable[0] if all(name in others for others in usable))
-        yield f"usable instead: {names or 'none'}; 'attnplug explain' gives every reason against every other backend"
-        yield ""
+        yield f"usable instead: {names or 'none'}; 'attnplug explain' gives every reason against every other backend\n"
     yield from _inputs(selection)
-    for choice in selection.unserved:
-        if choice.requested == AUTO:
-            yield ""
-            yield from _role_lines(choice, selection.problem, render)
+
+
+def _nearest_lines(choice: RoleChoice, render: Render) -> Iterator[str]:
+    """Yield the refusals of the candidates that come nearest to serving a role, and the number of others."""
+    yield _outcome(choice, render)
+    ordered = sorted(choice.candidates, key=lambda candidate: candidate.distance)
+    shown = [candidate for candidate in ordered[:3] if candidate.distance < 100] or ordered[:1]
+    for candidate in shown:
+        yield from _candidate_lines(candidate, render)
+    if others := len(ordered) - len(shown):
+        yield f"  {others} more are refused; 'attnplug explain' gives every reason"
 
 
 def explanation(selection: Selection, render: Render = str) -> Iterator[str]:
@@ -230,13 +253,7 @@ def _declared_level(selection: Selection, spec: BackendSpec, role: Role) -> tupl
 
 def _role_lines(choice: RoleChoice, problem: Problem, render: Render) -> Iterator[str]:
     """Yield the outcome for one role and every candidate. Unrelated candidates are only named."""
-    if choice.chosen is not None:
-        outcome = f"{' or '.join(b.spec.name for b in choice.serving)} ({choice.why(render)})"
-    elif choice.requested != AUTO:
-        outcome = f"{choice.requested} was asked for and cannot serve"
-    else:
-        outcome = "no installed backend can serve" if choice.candidates else "no backend is installed"
-    yield f"{choice.role}: {outcome}"
+    yield f"{choice.role}: {_outcome(choice, render)}"
     if choice.schedule is not None:
         for requests, tokens in _SHOWN_BATCHES[choice.role]:
             size = f"{requests} × {tokens} new tokens" if tokens > 1 else f"{requests} request{'s' * (requests > 1)}"
@@ -245,31 +262,29 @@ def _role_lines(choice: RoleChoice, problem: Problem, render: Render) -> Iterato
                 captured = choice.schedule.overall(requests, tokens, problem.model.context_length)  # for all lengths
                 fastest = captured if captured == fastest else f"{captured} in a graph; without, {fastest}"
             yield f"  {size}: {fastest}"
-    if (
-        choice.chosen is None
-        and choice.role is Role.LINEAR
-        and not any(Role.LINEAR in candidate.backend.spec.capabilities.roles for candidate in choice.candidates)
-    ):
-        yield "  no available backend supports linear attention; 'attnplug backends' reports broken and blocked ones"
-    unrelated = unrelated_candidates(choice)
     for candidate in choice.candidates:
-        if candidate in unrelated:
-            continue
-        backend, status = candidate.backend, "refused" if candidate.refusals else "usable"
-        levels = sorted_levels(backend.spec.capabilities.invariant)
-        yield f"  {backend.spec.name} ({backend.source}): {status}" + ", invariant: " * bool(levels) + ", ".join(levels)
-        for refusal in candidate.refusals:
-            yield f"    - {refusal.format(render)}"
-    if unrelated:
-        names = ", ".join(candidate.backend.spec.name for candidate in unrelated)
+        if candidate not in choice.unrelated:
+            yield from _candidate_lines(candidate, render)
+    if choice.unrelated:
+        names = ", ".join(candidate.backend.spec.name for candidate in choice.unrelated)
         yield f"  for another role or kind of attention: {names}"
 
 
-def unrelated_candidates(choice: RoleChoice) -> list[Candidate]:
-    """Return the candidates that an explanation only names: unrelated ones, if ``auto`` chose a backend."""
-    if choice.requested != AUTO or choice.chosen is None:
-        return []
-    return [candidate for candidate in choice.candidates if candidate.is_unrelated]
+def _outcome(choice: RoleChoice, render: Render) -> str:
+    if choice.chosen is not None:
+        return f"{' or '.join(b.spec.name for b in choice.serving)} ({choice.why(render)})"
+    if choice.requested != AUTO:
+        return f"{choice.requested} was asked for and cannot serve"
+    if any(choice.role in candidate.backend.spec.capabilities.roles for candidate in choice.candidates):
+        return "no installed backend can serve"
+    return "no backend is installed for this role; 'attnplug backends' reports broken and blocked ones"
+
+
+def _candidate_lines(candidate: Candidate, render: Render) -> Iterator[str]:
+    backend, status = candidate.backend, "refused" if candidate.refusals else "usable"
+    levels = sorted_levels(backend.spec.capabilities.invariant)
+    yield f"  {backend.spec.name} ({backend.source}): {status}" + ", invariant: " * bool(levels) + ", ".join(levels)
+    yield from (f"    - {refusal.format(render)}" for refusal in candidate.refusals)
 
 
 def _inputs(selection: Selection) -> Iterator[str]:
