@@ -14,6 +14,7 @@ from thread_ranks import Threads, in_ranks
 from torch.testing import assert_close
 
 from attnplug.host import TINY_CONFIGS, ModelConfigError
+from attnplug_engine.checkpoints.random import RandomCheckpoint
 from attnplug_engine.checkpoints.safetensors import Checkpoint, CheckpointError, MissingTensor, WrongDtype, WrongShape
 from attnplug_engine.engine import Engine
 from attnplug_engine.models.architectures import load_model
@@ -166,6 +167,20 @@ def test_an_engine_generates_the_tokens_of_transformers(make_oracle, tmp_path):
     ].tolist()
     assert first.token_ids == second.token_ids == wanted
     assert engine.cache_statistics.hit_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("case", "widths"),
+    [("int4, groups of 32", {"hidden_size": 132}), ("MXFP4", {"intermediate_size": 133})],
+)
+def test_widths_that_codes_cannot_pack_are_refused_before_weights_are_read(case, widths, tmp_path, monkeypatch):
+    """E5"""
+    keys = {**TINY_CONFIGS["llama"], **EVEN, "head_dim": 32, **widths, "quantization_config": CASES[case][2]}
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    monkeypatch.setattr(RandomCheckpoint, "tensor", lambda self, name, *_, **__: pytest.fail(f"{name} was drawn"))
+    with pytest.raises(CheckpointError, match="packs", check=having(next(iter(widths.values())))) as caught:
+        Engine(str(tmp_path), device="cpu", random_weights=True)
+    assert "\n" not in str(caught.value)
 
 
 # ---- quantized heads ----

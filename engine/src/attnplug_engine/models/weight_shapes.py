@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attnplug_engine.checkpoints.safetensors import WeightSource
-from attnplug_engine.models.weights import WeightRows, Weights
+from attnplug_engine.models.weights import SourceTensors, WeightRows, Weights
 from attnplug_engine.parallel.collectives import FirstRank
 from attnplug_engine.quantization.mxfp4 import Mxfp4
 from attnplug_engine.quantization.scheme import QuantizedWeight
@@ -65,6 +65,8 @@ class WeightShapes(Weights):
         *,
         columns: slice | None = None,
     ) -> None:
+        for part in parts:
+            target.scheme.check_shape(SourceTensors(self, part.name), part.total, in_features)
         target.scheme.own_columns(columns, in_features, self.parallel.size)
 
     def experts_to_fill(self, count: int) -> range:

@@ -190,7 +190,7 @@ class Weights:
         """
         if self._quantization is None:
             return None
-        tensors = _ModuleTensors(self, module)
+        tensors = SourceTensors(self, module)
         own, codes = tensors.prefix[:-1], self._quantization.code_names
         in_file = (self._source.stored_name(f"{own}.{code}").removesuffix(f".{code}") for code in codes)
         schemes = self._quantization.schemes(own, *in_file)
@@ -240,7 +240,7 @@ class Weights:
             *lead,
             scale_rows,
             scheme.scale_shape(1, width)[1],
-            dtype=scheme.kept_scales(_ModuleTensors(self, first)),
+            dtype=scheme.kept_scales(SourceTensors(self, first)),
             device=self.device,
         )
         return QuantizedWeight(scheme, codes, scales, rows)
@@ -319,7 +319,7 @@ class Weights:
         from attnplug_engine.quantization.mxfp4 import Mxfp4
         from attnplug_engine.quantization.scheme import QuantizedWeight
 
-        tensors, scheme = _ModuleTensors(self, ""), Mxfp4()
+        tensors, scheme = SourceTensors(self, ""), Mxfp4()
         shape = (experts, out, in_features)
         if self._source.random:
             drawn = self._source.tensor(f"{self._prefix}{name}", (experts, in_features, out))
@@ -335,7 +335,7 @@ class Weights:
     def _load_quantized(
         self, scheme: Scheme, module: str, shape: tuple[int, int], rows: slice | None, columns: slice | None
     ) -> tuple[Tensor, Tensor]:
-        tensors = _ModuleTensors(self, module)
+        tensors = SourceTensors(self, module)
         if self._source.random:
             scheme.check_shape(tensors, *shape)
             drawn = self._source.tensor(f"{tensors.prefix}weight", shape)
@@ -404,7 +404,7 @@ def quantization_of(source: WeightSource) -> Quantization | None:
     return read_quantization(source.config, source.name)
 
 
-class _ModuleTensors:
+class SourceTensors:
     """Tensors of one module for its scheme: those of the source, or ``quantized`` ones."""
 
     def __init__(self, weights: Weights, module: str) -> None:
