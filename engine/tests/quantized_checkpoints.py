@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attnplug_engine.models.architectures import load_model
+from attnplug_engine.quantization.scheme import QuantizedWeight
 
 FILE = "model.safetensors"
 Quantize = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]
@@ -53,15 +57,16 @@ def fp8_tensor(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def int4_groups(group: int):
-    """K2-Thinking's layout, packed by compressed-tensors itself."""
+    """K2-Thinking's layout, packed by compressed-tensors itself. The last group may be shorter."""
 
     def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
-        groups = weight.unflatten(1, (-1, group))
+        width = weight.shape[1]
+        groups = F.pad(weight, (0, -width % group)).unflatten(1, (-1, group))
         scales = (groups.abs().amax(2) / 7.5).bfloat16()
         codes = (groups / scales.float().unsqueeze(2)).round().clamp(-8, 7)
-        values = (codes * scales.float().unsqueeze(2)).flatten(1)
-        packed = helpers.pack_to_int32(codes.flatten(1).to(torch.int8), 4)
+        values = (codes * scales.float().unsqueeze(2)).flatten(1)[:, :width]
+        packed = helpers.pack_to_int32(codes.flatten(1)[:, :width].to(torch.int8), 4)
         return {"weight_packed": packed, "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}, values
 
     return quantize
@@ -148,3 +153,87 @@ def published_gpt_oss(
     (target / "config.json").write_text(json.dumps(config))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / FILE, metadata={"format": "pt"})
     return target
+
+
+# ---- what tests of quantized models share ----
+
+NEW_TOKENS = 8
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+
+
+def compressed(form: str, **weights: object) -> dict[str, object]:
+    """A ``quantization_config`` of compressed-tensors."""
+    group = {"targets": ["Linear"], "weights": {"dynamic": False, "symmetric": True} | weights}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group"}
+FLOAT8 = {"num_bits": 8, "type": "float"}
+ODD = {"hidden_size": 136, "intermediate_size": 200, "moe_intermediate_size": 72}
+EVEN = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128}
+CASES = {
+    "fp8 blocks": ("qwen3", {}, {**FP8, "weight_block_size": [16, 16]}, fp8_blocks(16, 16)),
+    "fp8 blocks, UE8M0 scales": (
+        "llama",
+        {"attention_bias": True},
+        {**FP8, "weight_block_size": [16, 16], "scale_fmt": "ue8m0"},
+        fp8_blocks(16, 16, exponents=True),
+    ),
+    "fp8 blocks of compressed-tensors": (
+        "llama",
+        {},
+        compressed("float-quantized", **FLOAT8, strategy="block", block_structure=[16, 16]),
+        fp8_blocks(16, 16, name="weight_scale"),
+    ),
+    "fp8 channels": ("qwen2", {}, compressed("float-quantized", **FLOAT8, strategy="channel"), fp8_channels),
+    "fp8 tensors": ("llama", {}, compressed("float-quantized", **FLOAT8, strategy="tensor"), fp8_tensor),
+    "int4, groups of 32": ("llama", EVEN, compressed("pack-quantized", **INT4, group_size=32), int4_groups(32)),
+    "int4, groups of 128": ("qwen3", EVEN, compressed("pack-quantized", **INT4, group_size=128), int4_groups(128)),
+    "MXFP4": (
+        "llama",
+        EVEN,
+        compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
+        mxfp4("weight_packed", "weight_scale", kind=torch.uint8),
+    ),
+}
+
+
+def logits_of(folder: Path, make_stage, sequences, **options):
+    loaded = load_model(str(folder), dtype=torch.float32, device="cpu", **options)
+    return make_stage(loaded, len(sequences)).run(sequences, NEW_TOKENS), loaded
+
+
+def transformers_logits(folder: Path, sequences):
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    pytest.importorskip("accelerate")  # transformers needs it for fp8
+    config = json.loads((folder / "config.json").read_text()).get("quantization_config", {})
+    options = {}
+    if config.get("quant_method") == "compressed-tensors":
+        pytest.importorskip("compressed_tensors")
+        # by default it decompresses in the first forward
+        options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+    oracle = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32, **options
+    ).eval().float()  # fmt: skip
+    with torch.inference_mode():
+        return [oracle(torch.tensor([tokens])).logits[0].float() for tokens in sequences]
+
+
+def kept(module: nn.Module) -> list[QuantizedWeight]:
+    return [part for part in module.modules() if isinstance(part, QuantizedWeight)]
+
+
+def nested(folder: Path) -> None:
+    """Rewrite a checkpoint as the text model of a multimodal one."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file({f"language_model.{name}": tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    keys = json.loads((folder / "config.json").read_text())
+    outer = {"model_type": "llava", "quantization_config": keys.pop("quantization_config"), "text_config": keys}
+    (folder / "config.json").write_text(json.dumps(outer))

@@ -4,12 +4,29 @@ tensor."""
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from quantized_checkpoints import fp8_blocks, fp8_channels, fp8_tensor, int4_groups, mxfp4, quantized
-from safetensors.torch import load_file, save_file
+from quantized_checkpoints import (
+    CASES,
+    EVEN,
+    FLOAT8,
+    FP8,
+    INT4,
+    ODD,
+    compressed,
+    fp8_blocks,
+    fp8_channels,
+    fp8_tensor,
+    int4_groups,
+    kept,
+    logits_of,
+    mxfp4,
+    nested,
+    quantized,
+    transformers_logits,
+)
+from safetensors.torch import load_file
 from thread_ranks import Threads, in_ranks
 from torch.testing import assert_close
 
@@ -26,51 +43,6 @@ from attnplug_engine.quantization.mxfp4 import Mxfp4
 from attnplug_engine.quantization.scheme import QuantizedWeight
 from attnplug_testing.errors import having
 
-NEW_TOKENS = 8
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-
-
-def compressed(form: str, **weights: object) -> dict[str, object]:
-    """A ``quantization_config`` of compressed-tensors."""
-    group = {"targets": ["Linear"], "weights": {"dynamic": False, "symmetric": True} | weights}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
-
-
-INT4 = {"num_bits": 4, "type": "int", "strategy": "group"}
-FLOAT8 = {"num_bits": 8, "type": "float"}
-ODD = {"hidden_size": 136, "intermediate_size": 200, "moe_intermediate_size": 72}
-EVEN = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128}
-CASES = {
-    "fp8 blocks": ("qwen3", {}, {**FP8, "weight_block_size": [16, 16]}, fp8_blocks(16, 16)),
-    "fp8 blocks, UE8M0 scales": (
-        "llama",
-        {"attention_bias": True},
-        {**FP8, "weight_block_size": [16, 16], "scale_fmt": "ue8m0"},
-        fp8_blocks(16, 16, exponents=True),
-    ),
-    "fp8 blocks of compressed-tensors": (
-        "llama",
-        {},
-        compressed("float-quantized", **FLOAT8, strategy="block", block_structure=[16, 16]),
-        fp8_blocks(16, 16, name="weight_scale"),
-    ),
-    "fp8 channels": ("qwen2", {}, compressed("float-quantized", **FLOAT8, strategy="channel"), fp8_channels),
-    "fp8 tensors": ("llama", {}, compressed("float-quantized", **FLOAT8, strategy="tensor"), fp8_tensor),
-    "int4, groups of 32": ("llama", EVEN, compressed("pack-quantized", **INT4, group_size=32), int4_groups(32)),
-    "int4, groups of 128": ("qwen3", EVEN, compressed("pack-quantized", **INT4, group_size=128), int4_groups(128)),
-    "MXFP4": (
-        "llama",
-        EVEN,
-        compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
-        mxfp4("weight_packed", "weight_scale", kind=torch.uint8),
-    ),
-}
 DEEPSEEK = {
     "fp8 blocks, 128 × 128": (ODD, {**FP8, "weight_block_size": [128, 128]}, fp8_blocks()),
     "fp8 blocks, no query rank": (
@@ -89,32 +61,6 @@ DEEPSEEK = {
         mxfp4(),
     ),
 }
-
-
-def logits_of(folder: Path, make_stage, sequences, **options):
-    loaded = load_model(str(folder), dtype=torch.float32, device="cpu", **options)
-    return make_stage(loaded, len(sequences)).run(sequences, NEW_TOKENS), loaded
-
-
-def transformers_logits(folder: Path, sequences):
-    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
-
-    pytest.importorskip("accelerate")  # transformers needs it for fp8
-    config = json.loads((folder / "config.json").read_text()).get("quantization_config", {})
-    options = {}
-    if config.get("quant_method") == "compressed-tensors":
-        pytest.importorskip("compressed_tensors")
-        # by default it decompresses in the first forward
-        options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
-    oracle = AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", dtype=torch.float32, **options
-    ).eval().float()  # fmt: skip
-    with torch.inference_mode():
-        return [oracle(torch.tensor([tokens])).logits[0].float() for tokens in sequences]
-
-
-def kept(module: torch.nn.Module) -> list[QuantizedWeight]:
-    return [part for part in module.modules() if isinstance(part, QuantizedWeight)]
 
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
@@ -181,73 +127,6 @@ def test_widths_that_codes_cannot_pack_are_refused_before_weights_are_read(case,
     with pytest.raises(CheckpointError, match="packs", check=having(next(iter(widths.values())))) as caught:
         Engine(str(tmp_path), device="cpu", random_weights=True)
     assert "\n" not in str(caught.value)
-
-
-# ---- quantized heads ----
-
-HEADS_QUANTIZED = ["fp8 channels", "fp8 tensors", "int4, groups of 32", "MXFP4"]
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-
-def with_head(case, make_oracle, target: Path, *, nest: bool = False, drop: str | None = None, **keys) -> Path:
-    """Write a checkpoint whose head is quantized too; return the path of the dequantized one."""
-    _, changes, config, quantize = CASES[case]
-    folder = make_oracle("llama", **changes).folder
-    drop_embedding = (lambda tensors: tensors.pop(drop)) if drop is not None else lambda tensors: None
-    plain = quantized(folder, target, {**config, "ignore": []}, quantize, "nothing", drop_embedding)
-    if drop is not None:
-        tensors = load_file(plain / "model.safetensors")
-        del tensors[drop]
-        save_file(tensors, plain / "model.safetensors")
-    for path in (target, plain):
-        config = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps(config | keys))
-    if nest:
-        nested(target)
-    return plain
-
-
-@pytest.mark.parametrize("case", HEADS_QUANTIZED)
-@pytest.mark.parametrize(
-    "how",
-    [{}, {"nest": True}, {"tie_word_embeddings": True}, {"tie_word_embeddings": True, "drop": EMBEDDING}],
-    ids=["own", "nested", "tied by the config", "tied and stored once"],
-)
-def test_a_quantized_head_is_found_by_what_is_stored(case, how, make_oracle, make_stage, sequences, tmp_path):
-    """E5: also in codes of another name than its weight. A stored head wins over a config that ties it."""
-    plain = with_head(case, make_oracle, tmp_path / "q", **how)
-    found, loaded = logits_of(tmp_path / "q", make_stage, sequences)
-    for logits, wanted in zip(found, logits_of(plain, make_stage, sequences)[0], strict=True):
-        assert_close(logits, wanted, atol=2e-4, rtol=0)
-    values = load_file(plain / "model.safetensors")
-    assert_close(loaded.module.head.weight, values[HEAD].float(), atol=0, rtol=0)
-    assert_close(loaded.module.embedding, values.get(EMBEDDING, values[HEAD]).float(), atol=0, rtol=0)
-
-
-@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
-def test_the_logits_of_a_quantized_head_are_those_of_transformers(make_oracle, make_stage, sequences, tmp_path):
-    """E5"""
-    with_head("int4, groups of 32", make_oracle, tmp_path / "q")
-    found, _ = logits_of(tmp_path / "q", make_stage, sequences)
-    for logits, wanted in zip(found, transformers_logits(tmp_path / "q", sequences), strict=True):
-        assert_close(logits, wanted, atol=2e-4, rtol=0)
-
-
-@pytest.mark.parametrize("case", HEADS_QUANTIZED)
-def test_an_embedding_model_leaves_a_quantized_head_unread(case, make_oracle, tmp_path):
-    with_head(case, make_oracle, tmp_path / "q")
-    assert load_model(str(tmp_path / "q"), dtype=torch.float32, device="cpu", head=False).module.head is None
-
-
-def test_ranks_divide_a_quantized_head_inside_of_blocks(make_oracle, make_stage, sequences, tmp_path):
-    """33 rows each, of blocks of 16."""
-    folder = make_oracle("llama", vocab_size=130, num_key_value_heads=4, intermediate_size=128).folder
-    config = {**FP8, "weight_block_size": [16, 16]}
-    quantized(folder, tmp_path / "q", config, fp8_blocks(16, 16), "nothing")
-    wanted, _ = logits_of(tmp_path / "q", make_stage, sequences)
-    for found in in_ranks(4, lambda parallel: logits_of(tmp_path / "q", make_stage, sequences, parallel=parallel)[0]):
-        for logits, whole in zip(found, wanted, strict=True):
-            assert_close(logits, whole, atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("case", ["fp8 channels", "int4, groups of 32", "MXFP4"])
@@ -516,15 +395,6 @@ def test_v4_has_mxfp4_experts_beside_fp8_blocks(make_oracle, make_stage, sequenc
     for logits, wanted in zip(found, transformers_logits(plain, sequences), strict=True):
         assert_close(logits, wanted, atol=2e-4, rtol=0)
     assert {type(weight.scheme).__name__ for weight in kept(loaded.module)} == {"Fp8Blocks", "Mxfp4"}
-
-
-def nested(folder: Path) -> None:
-    """Rewrite a checkpoint as the text model of a multimodal one."""
-    tensors = load_file(folder / "model.safetensors")
-    save_file({f"language_model.{name}": tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
-    keys = json.loads((folder / "config.json").read_text())
-    outer = {"model_type": "llava", "quantization_config": keys.pop("quantization_config"), "text_config": keys}
-    (folder / "config.json").write_text(json.dumps(outer))
 
 
 def test_the_most_specific_target_decides_by_the_names_of_the_files(make_oracle, tmp_path):
