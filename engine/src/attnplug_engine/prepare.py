@@ -27,8 +27,7 @@ from attnplug.host import (
 from attnplug.kernels import torch_dtype
 from attnplug.machine.runtime import DeviceRuntime, open_device, runtime_of
 from attnplug.registry.assembly import build_chosen
-from attnplug_engine.checkpoints.safetensors import WeightSource
-from attnplug_engine.checkpoints.tensor_names import quantization_key
+from attnplug_engine.checkpoints.safetensors import WeightSource, quantization_key
 from attnplug_engine.execution.extend_times import measured_extends
 from attnplug_engine.execution.runner import ModelRunner
 from attnplug_engine.kernels import usable

@@ -22,6 +22,8 @@ from attnplug.hf.config_keys import MOST_BYTES, read_json_object, regular_size, 
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+"""The second is the key of the first versions of compressed-tensors, with the same keys inside."""
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.bin.index.json")
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -331,6 +333,11 @@ def checkpoint_config(reference: str) -> Mapping[str, object]:
     """Return the config of a model reference that is a folder or the path of a config."""
     path = Path(reference)
     return _read_json(path / "config.json" if os.path.isdir(path) else path)
+
+
+def quantization_key(config: Mapping[str, object]) -> str | None:
+    """Return the config key that describes quantized weights; None for none."""
+    return next((key for key in QUANTIZATION_KEYS if config.get(key) is not None), None)
 
 
 def shortened(names: Sequence[str]) -> str:

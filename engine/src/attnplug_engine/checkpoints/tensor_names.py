@@ -11,7 +11,13 @@ from collections.abc import Mapping
 
 from attnplug.hf.config_keys import show
 from attnplug.hf.model_config import text_model_config
-from attnplug_engine.checkpoints.safetensors import Checkpoint, CheckpointError, MissingTensor, shortened
+from attnplug_engine.checkpoints.safetensors import (
+    QUANTIZATION_KEYS,
+    Checkpoint,
+    CheckpointError,
+    MissingTensor,
+    shortened,
+)
 
 HEAD = "lm_head.weight"
 _ROOT = "model."
@@ -20,9 +26,7 @@ _TEXT = r"(?:model\.)*(?:language_model|text_model|llm)\."
 _TEXT_ROOT = re.compile(rf"({_TEXT}(?:model\.)*){re.escape(_EMBEDDING)}")
 _TEXT_HEAD = re.compile(rf"(?:{_TEXT})?(lm_head\.\w+)")
 _BLOCKS = re.compile(r"^blocks\.")
-_QUANTIZATION = ("quantization_config", "compression_config")
-"""The second is the key of the first versions of compressed-tensors, with the same keys inside."""
-_OUTER_KEYS = ("architectures", "eos_token_id", "is_causal", *_QUANTIZATION)
+_OUTER_KEYS = ("architectures", "eos_token_id", "is_causal", *QUANTIZATION_KEYS)
 _PREDICTION = "mtp."
 
 
@@ -37,11 +41,6 @@ def text_config(config: Mapping[str, object], source: str) -> Mapping[str, objec
     tied = config.get("tie_word_embeddings", inner.get("tie_word_embeddings"))
     text = {**outer, **inner, "model_type": section.model_type}
     return text if tied is None else {**text, "tie_word_embeddings": tied}  # if absent, the class has a default
-
-
-def quantization_key(config: Mapping[str, object]) -> str | None:
-    """Return the config key that describes quantized weights; None for none."""
-    return next((key for key in _QUANTIZATION if config.get(key) is not None), None)
 
 
 def text_model(checkpoint: Checkpoint) -> Checkpoint:

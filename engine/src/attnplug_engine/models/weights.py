@@ -16,9 +16,9 @@ from attnplug_engine.checkpoints.safetensors import (
     StoredTensor,
     UnusedTensors,
     WeightSource,
+    quantization_key,
     shortened,
 )
-from attnplug_engine.checkpoints.tensor_names import quantization_key
 from attnplug_engine.parallel.collectives import TensorParallel, length
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from attnplug.hf.config_keys import Config
-from attnplug_engine.checkpoints.tensor_names import quantization_key
+from attnplug_engine.checkpoints.safetensors import quantization_key
 from attnplug_engine.quantization.fp8 import Fp8Blocks, Fp8Channels
 from attnplug_engine.quantization.int4 import Int4Groups
 from attnplug_engine.quantization.mxfp4 import Mxfp4
