@@ -183,7 +183,7 @@ _SHOWN_BATCHES = {Role.PREFILL: ((1, 512), (1, 4096)), Role.DECODE: ((1, 1), (8,
 
 
 def refusal_lines(selection: Selection, render: Render) -> Iterator[str]:
-    """Yield why roles are not served: the refusals of the requested backend, or of the nearest ones under ``auto``."""
+    """Yield why roles are not served: the refusals of the requested backend, or of every candidate under ``auto``."""
     alike: dict[str, list[RoleChoice]] = {}
     for choice in selection.unserved:
         why = "\n".join(_nearest_lines(choice, render)) if choice.requested == AUTO else choice.requested
@@ -209,14 +209,14 @@ def refusal_lines(selection: Selection, render: Render) -> Iterator[str]:
 
 
 def _nearest_lines(choice: RoleChoice, render: Render) -> Iterator[str]:
-    """Yield the refusals of the candidates that come nearest to serving a role, and the number of others."""
+    """Yield the refusals of the candidates that come nearest to serving a role, then a line for each of the others."""
     yield _outcome(choice, render)
-    ordered = sorted(choice.candidates, key=lambda candidate: candidate.distance)
-    shown = [candidate for candidate in ordered[:3] if candidate.distance < 100] or ordered[:1]
-    for candidate in shown:
-        yield from _candidate_lines(candidate, render)
-    if others := len(ordered) - len(shown):
-        yield f"  {others} more are refused; 'attnplug explain' gives every reason"
+    for number, candidate in enumerate(sorted(choice.candidates, key=lambda each: each.distance)):
+        if number == 0 or (number < 3 and candidate.distance < 100):
+            yield from _candidate_lines(candidate, render)
+            continue
+        reasons = "; ".join(refusal.format(render) for refusal in candidate.refusals)
+        yield f"  {candidate.backend.spec.name} ({candidate.backend.source}): {reasons}"
 
 
 def explanation(selection: Selection, render: Render = str) -> Iterator[str]:
