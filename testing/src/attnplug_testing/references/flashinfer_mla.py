@@ -95,7 +95,7 @@ class ReferencePaged:
         assert bool(cache.scales) == (shape.kv_dtype is torch.float8_e4m3fn)
         assert out.shape == (*q.shape[:2], shape.dims.kv_lora_rank) and out.dtype is q.dtype and out.is_contiguous()
         if self.graph is not None:
-            self._run_schedule(q, cache, out)
+            self._run_schedule(q, cache, out, q.new_empty(q.shape[:2]) if lse is None else lse)
             return
         for request, kv_len in enumerate(lengths.kv_lens.tolist()):
             rows = slice(*lengths.qo_indptr[request : request + 2].tolist())
@@ -108,12 +108,12 @@ class ReferencePaged:
         memory = cache.rows if cache.rows.dtype is not torch.float8_e4m3fn else cache.rows.view(torch.uint8)
         return memory[pages].flatten(0, 1)[:kv_len].view(cache.rows.dtype).double() * cache.scales.get("ckv_scale", 1.0)
 
-    def _run_schedule(self, q: Tensor, cache: LatentCache, out: Tensor) -> None:
+    def _run_schedule(self, q: Tensor, cache: LatentCache, out: Tensor, lse: Tensor) -> None:
         assert self.graph is not None
         todo, heads, rank = self._schedule, self.call.heads, self.shape.dims.kv_lora_rank
         rows = 2 * todo.clusters * todo.tile_rows  # what the library makes room for
         part, part_lse = torch.full((rows, rank), float("nan")).double(), torch.full((rows,), float("nan")).double()
-        final = out.view(-1, rank)
+        final, final_lse = out.view(-1, rank), lse.view(-1)
         for at in range(int(todo.work_indptr[0]), int(todo.work_indptr[-1])):
             first, q_len, kv_len = (int(array[at]) for array in (todo.q_indptr, todo.q_len, todo.kv_len))
             start, end = int(todo.kv_start[at]), int(todo.kv_end[at])
@@ -128,6 +128,7 @@ class ReferencePaged:
             weights = torch.where(sums[:, None] > float("-inf"), torch.exp(logits - sums[:, None]), 0.0)
             if (target := int(todo.partial_indptr[at])) < 0:
                 final[first * heads + row] = (weights @ keys[:, :rank]).to(out.dtype)
+                final_lse[first * heads + row] = sums.to(lse.dtype)
             else:
                 place = slice(target, target + len(row))
                 assert part_lse[place].isnan().all(), "two items write the same part"
@@ -138,6 +139,7 @@ class ReferencePaged:
                 where = range(begin, int(todo.merge_partial_end[entry]), int(todo.merge_stride[entry]))
                 weights = torch.softmax(part_lse[where], 0)
                 final[row_] = (weights[:, None] * part[where]).sum(0).to(out.dtype)
+                final_lse[row_] = part_lse[where].logsumexp(0)
 
 
 def library_schedule(call: MLAPagedCall) -> MLAWorkList:
