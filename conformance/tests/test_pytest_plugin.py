@@ -14,7 +14,7 @@ def test_every_check_is_a_test(pytester: pytest.Pytester):
     pytester.makefile("", known="mha.lse.decode: it is known\n")
     arguments = ("--attention-backend=torch_native", "--attention-device=cpu", "--expected-failures=known")
     done = pytester.runpytest_inprocess(*KIT, *arguments, "-rs", "-k", "mha.lse or mla.extras.q_rope or enough")
-    done.assert_outcomes(passed=4, failed=1, skipped=2, deselected=done.parseoutcomes()["deselected"])
+    done.assert_outcomes(passed=5, failed=1, skipped=2, deselected=done.parseoutcomes()["deselected"])
     report = done.stdout.str()
     assert "mha.lse.decode is an expected failure" in report
     assert "the extra q_rope" in report

@@ -75,7 +75,8 @@ class Case:
     plain_first: bool = False
     """The first layer has no window and no logit cap."""
     other_heads: int | None = None
-    """Number of heads and KV heads of the other layers, if different."""
+    """Number of heads and KV heads of the first layer, if different. The last one then has three heads and one KV head:
+    no minimum or maximum over the layers fits the layer under test."""
     other_widths: int = 1
     """Ratio of the other layers' head dimensions to this layer's."""
     index: IndexerDims | None = None
@@ -163,6 +164,8 @@ class Case:
             first, head_dim=self.other_widths * first.head_dim, v_head_dim=self.other_widths * first.v_head_dim
         )
         last = replace(first, layer_id=LAST)
+        if self.other_heads is not None:
+            last = replace(last, num_heads=3, num_kv_heads=1)
         if self.index is not None and self.compressed is None:
             last = replace(layer, layer_id=LAST, indexer=replace(self.index, shares=LAYER))
         return first, layer, last

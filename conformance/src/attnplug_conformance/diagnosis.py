@@ -15,7 +15,7 @@ from attnplug.contract.batch import describe_result
 from attnplug_conformance.arithmetic import changed_inputs, relative_error
 from attnplug_conformance.case import FIRST, LAYER
 from attnplug_conformance.failure import CheckFailure
-from attnplug_conformance.scene import POISONED, SCRATCH_BYTES, Output, Scene
+from attnplug_conformance.scene import GUARD_BYTES, POISONED, SCRATCH_BYTES, Output, Scene
 from attnplug_conformance.subject import Subject
 
 BLOCKS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
@@ -44,13 +44,17 @@ def check_output(scene: Scene, output: Output) -> float:
     if not error <= scene.tolerance:
         raise CheckFailure(explain(scene, out[:rows], wanted, error))
     check_padding(out, rows)
-    if output.lse is not None:
-        lse_error = relative_error(output.lse[:rows], wanted_lse)
-        if not lse_error <= max(scene.tolerance, 1e-5):
-            raise CheckFailure(explain_lse(scene, output.lse[:rows], wanted_lse, lse_error))
-        if not (output.lse[rows:] == float("-inf")).all():
-            raise CheckFailure("the log-sum-exp of padding rows is not -inf; a padding row sees no key")
-        error = max(error, lse_error)
+    return error if output.lse is None else max(error, check_lse(scene, output.lse, wanted_lse))
+
+
+def check_lse(scene: Scene, lse: Tensor, wanted: Tensor) -> float:
+    """Return the error of a log-sum-exp; raises :class:`CheckFailure` if rounding does not explain it."""
+    rows = len(wanted)
+    error = relative_error(lse[:rows], wanted)
+    if not error <= max(scene.tolerance, 1e-5):
+        raise CheckFailure(explain_lse(scene, lse[:rows], wanted, error))
+    if not (lse[rows:] == float("-inf")).all():
+        raise CheckFailure("the log-sum-exp of padding rows is not -inf; a padding row sees no key")
     return error
 
 
@@ -68,6 +72,10 @@ def check_result(scene: Scene, out: object, rows: int) -> None:
             )
         if zeroed and buffer[:SCRATCH_BYTES].any():
             raise CheckFailure("it left non-zero bytes in a zeroed workspace; every user must leave it zero")
+        if not (buffer.as_strided((GUARD_BYTES,), (1,), buffer.numel()) == 0xFF).all():
+            raise CheckFailure(
+                f"it wrote beyond the end of its workspace of {buffer.numel()} bytes; request all that its kernels use"
+            )
 
 
 def check_tensor(out: object, shape: tuple[int, ...], q: Tensor, what: str, dims: str) -> None:
@@ -176,10 +184,14 @@ def explain(scene: Scene, out: Tensor, wanted: Tensor, error: float) -> str:
             return f"{message} ({place})"
     if math.isnan(error):
         return _explain_nan(scene, out, place, scope)
+    best, found = min(2 * scene.tolerance, error / 3), ""
     for message, other in _hypotheses(scene):
         near = relative_error(out, other)
-        if relative_error(other, wanted) > 2 * scene.tolerance and near <= 2 * scene.tolerance and near < error / 3:
-            return f"{message} ({place})"
+        # The first one of several that explain it equally well. In 8 bits, many are within the tolerance.
+        if relative_error(other, wanted) > 2 * scene.tolerance and near <= (best / 2 if found else best):
+            best, found = near, message
+    if found:
+        return f"{found} ({place})"
     if (out == 0).all():
         return "the output is all zero"
     return f"the output is wrong by {error:.1e}; {scene.tolerance:.0e} is allowed, first at {place}{scope}"
@@ -270,6 +282,7 @@ def _hypotheses(scene: Scene) -> Iterator[tuple[str, Tensor]]:
             ((True, False), "values"),
         ):
             yield f"it ignored the layer's scale of {message}", scene.wanted(scaled=scaled)[0]
+        yield from _scale_hypotheses(scene)
     if scene.format.in_bytes:
         yield f"it ignored the scales of {scene.format} rows", scene.wanted(scaled=(False, False))[0]
     if right.window is not None:
@@ -291,6 +304,7 @@ def _hypotheses(scene: Scene) -> Iterator[tuple[str, Tensor]]:
             scene.wanted(replace(right, scale=row**-0.5))[0],
         )
     yield "it did not scale the logits", scene.wanted(replace(right, scale=1.0))[0]
+    yield "it multiplied logits by the layer's scale twice", scene.wanted(replace(right, scale=layer.scale**2))[0]
     first = case.layers[0]
     yield (
         f"it used the scale of layer {FIRST} ({first.scale:.4g}) in layer {LAYER} ({layer.scale:.4g})",
@@ -326,6 +340,19 @@ def _hypotheses(scene: Scene) -> Iterator[tuple[str, Tensor]]:
                 f"it attends to the first {block} rows of a request only",
                 scene.wanted(replace(right, longest=block))[0],
             )
+
+
+def _scale_hypotheses(scene: Scene) -> Iterator[tuple[str, Tensor]]:
+    """Yield mistakes in the use of a cache's layer scales. A result is proportional to its values."""
+    keys, values = scene.case.kv_scales if scene.case.mla is None else scene.case.kv_scales[:1] * 2
+    right, rules = scene.wanted()[0], scene.rules()
+    twice = scene.wanted(replace(rules, scale=rules.scale * keys))[0]
+    yield "it applied the layer's scales of keys and values twice", twice * values
+    yield "it applied the layer's scale of keys twice", twice
+    yield "it applied the layer's scale of values twice", right * values
+    yield "it multiplied values by the layer's scale of keys", right * (keys / values)
+    crossed = scene.wanted(replace(rules, scale=rules.scale * values / keys))[0]
+    yield "it exchanged the layer's scales of keys and values", crossed * (keys / values)
 
 
 def _rope_hypotheses(scene: Scene) -> Iterator[tuple[str, Tensor]]:
@@ -368,6 +395,9 @@ def explain_lse(scene: Scene, lse: Tensor, wanted: Tensor, error: float) -> str:
         ("the log-sum-exp is the sum of exponentials, without the logarithm", wanted.exp()),
         ("the log-sum-exp is of unscaled logits", scene.wanted(replace(right, scale=1.0))[1]),
     ]
+    if right.window is not None:
+        others.append(("the log-sum-exp is of all rows, not of those in the window",
+                       scene.wanted(replace(right, window=None))[1]))  # fmt: skip
     if scene.sinks is not None:
         extra = scene.sinks.double()
         others.append(("the log-sum-exp includes the sinks; it must not", torch.logaddexp(wanted, extra[None])))
@@ -379,7 +409,14 @@ def explain_lse(scene: Scene, lse: Tensor, wanted: Tensor, error: float) -> str:
             return f"the log-sum-exp is rounded to {name}; compute and store it in float32"
     if lse.isnan().all():
         return "the log-sum-exp was requested but not written"
-    return f"the log-sum-exp is wrong by {error:.1e}"
+    if lse.isnan().any():
+        wrong = "NaN"
+    elif (lse[wanted.isfinite().to(lse.device)] == float("-inf")).any():
+        wrong = "-inf for rows that see keys"
+    else:
+        wrong = f"wrong by {error:.1e}"
+    place, scope = locate(scene, lse.unsqueeze(-1), wanted.unsqueeze(-1))
+    return f"the log-sum-exp is {wrong}, first at {place}{scope}"
 
 
 def _max_logits(scene: Scene) -> Tensor:

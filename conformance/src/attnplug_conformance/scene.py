@@ -7,6 +7,7 @@ region that was read by zeroing one after the other.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -18,19 +19,16 @@ from torch import Tensor
 
 from attnplug import (
     AttentionBackend,
-    CacheLayout,
     ForwardBatch,
     ForwardExtras,
     Geometry,
     LayerSpec,
-    MHAPool,
-    MLAPool,
     ModelSpec,
     Role,
 )
 from attnplug.contract.batch import describe_result
 from attnplug.host import KVPools, Limits, plan_forward
-from attnplug.kernels import RowFormat, torch_dtype
+from attnplug.kernels import torch_dtype
 from attnplug.machine.runtime import runtime_of
 from attnplug.sparse import Coordinator
 from attnplug_conformance.arithmetic import (
@@ -45,6 +43,7 @@ from attnplug_conformance.arithmetic import (
 from attnplug_conformance.case import FIRST, LAST, LAYER, Case
 from attnplug_conformance.padding import padded
 from attnplug_conformance.reference import Rules, attention, tree_bits
+from attnplug_conformance.scene_pools import UNUSED_PAGES, make_pools
 from attnplug_conformance.stored_rows import StoredRows, format_of
 from attnplug_conformance.subject import Subject
 
@@ -64,6 +63,9 @@ MAX_NEGATIVE_LOGIT = 2000.0
 """Bound of negative logits. FlashInfer masks with -50,000 before scaling, far below any model's logits."""
 SCRATCH_BYTES = 1 << 20
 """Number of leading bytes of a workspace that are poisoned and inspected; workspaces may be large."""
+
+GUARD_BYTES = 4096
+"""Number of bytes behind a workspace that show whether a kernel wrote beyond its end."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +134,9 @@ class Scene:
         self.share(self.values)
         if case.mla is not None:
             self.values = [keys[..., :value_dim] for keys in self.keys]
-        self.sinks = self.normal(self.layer.num_heads).float() if case.sinks else None
+        # In a long context a small sink would make no difference.
+        level = math.log(max(self.totals, default=1))
+        self.sinks = self.normal(self.layer.num_heads).float() + level if case.sinks else None
         self.store(LAYER, [(0, before) for before, _ in case.lengths])
         if zero_region == "tail":
             self._zero_rows((total, -(-total // self.page_size) * self.page_size) for total in self.totals)
@@ -164,8 +168,13 @@ class Scene:
         return (rows * (by_row[:, None, None] * by_group).to(self.device)).to(self.dtype)
 
     def _allocate(self, nbytes: int, device: torch.device, zeroed: bool) -> Tensor:
-        """Allocate a workspace buffer. Scratch memory starts as NaN, as if another backend had used it."""
-        buffer = (torch.zeros if zeroed else torch.empty)(nbytes, dtype=torch.uint8, device=device)
+        """Allocate a workspace buffer. Scratch memory starts as NaN, as if another backend had used it.
+
+        Memory behind it is NaN too, and must stay so.
+        """
+        whole = (torch.zeros if zeroed else torch.empty)(nbytes + GUARD_BYTES, dtype=torch.uint8, device=device)
+        whole[nbytes:] = 0xFF
+        buffer = whole[:nbytes]
         if not zeroed:
             buffer[:SCRATCH_BYTES] = 0xFF
         self.scratch.append((ref(buffer), zeroed))
@@ -196,11 +205,13 @@ class Scene:
         """Return the page table ``[requests, width]`` on the host, the page count, and the page of unused entries."""
         needed = [-(-total // self.page_size) for total in self.totals]
         requests, width = len(needed), max([*needed, 1]) + (not self.case.at_limits)
-        start = -(-FAR // self.page_size) if self.case.pages == "far" else 0
+        start = {"far": -(-FAR // self.page_size), "wide": UNUSED_PAGES}.get(self.case.pages, 0)
         pages = start + requests * width + 3
         orders = {
-            "far": lambda: start + torch.randperm(pages - start - 1, generator=self.random),
-            "shuffled": lambda: torch.randperm(pages - 1, generator=self.random),
+            **dict.fromkeys(
+                ("shuffled", "far", "wide"),
+                lambda: start + torch.randperm(pages - start - 1, generator=self.random),
+            ),
             "contiguous": lambda: torch.arange(pages - 1),
             "interleaved": lambda: torch.arange(requests * width).view(width, requests).T.flatten(),
             "descending": lambda: torch.arange(pages - 1).flip(0),
@@ -220,63 +231,8 @@ class Scene:
             rows[request][: count * self.page_size] = rows[request - 1][: count * self.page_size]
 
     def _pools(self, zero_region: str | None) -> KVPools:
-        case, layers, pages, size = self.case, self.case.layers, self.num_pages, self.page_size
-        key_dim = self.widths[0]
-        scaled, strided = self.format.layer_scale, case.layout is CacheLayout.STRIDED
-        if case.mla is not None:
-            scales = {FIRST: 2.0, LAYER: case.kv_scales[0], LAST: 3.0} if scaled else None
-            if strided:
-                form = RowFormat.of(self.format, key_dim, rope=case.mla.qk_rope_head_dim)
-                wide = (pages, size, form.width + 16)
-                given = {
-                    layer.layer_id: torch.zeros(*wide, dtype=form.stored, device=self.device)[..., : form.width]
-                    for layer in layers
-                }
-                mla = MLAPool.over(
-                    layers,
-                    given,
-                    "pages tokens dim",
-                    page_size=size,
-                    dtype=self.format,
-                    scales=scales,
-                )
-            else:
-                mla = MLAPool(
-                    layers,
-                    num_pages=pages,
-                    page_size=size,
-                    dtype=self.format,
-                    device=self.device,
-                    scales=scales,
-                )
-            pools = KVPools(mla=mla)
-        else:
-            pairs = {FIRST: (2.0, 3.0), LAYER: case.kv_scales, LAST: (3.0, 2.0)} if scaled else None
-            if strided:
-                tensors: dict[int, Tensor | tuple[Tensor, Tensor]] = {}
-                for layer in layers:
-                    keys, values = (RowFormat.of(self.format, width) for width in (layer.head_dim, layer.v_head_dim))
-                    shape = pages, size, layer.num_kv_heads, keys.width + values.width
-                    tensors[layer.layer_id] = torch.zeros(shape, dtype=keys.stored, device=self.device)
-                mha = MHAPool.over(
-                    layers,
-                    tensors,
-                    "pages tokens heads (kv dim)",
-                    page_size=size,
-                    dtype=self.format,
-                    scales=pairs,
-                )
-            else:
-                mha = MHAPool(
-                    layers,
-                    num_pages=pages,
-                    page_size=size,
-                    dtype=self.format,
-                    device=self.device,
-                    layout="head_major" if case.layout is CacheLayout.HEAD_MAJOR else "token_major",
-                    scales=pairs,
-                )
-            pools = KVPools(mha=mha)
+        pages = self.num_pages
+        pools = make_pools(self.case, self.format, self.widths[0], pages, self.device)
         for layer_id in (FIRST, LAYER, LAST):
             for memory in self.cache_tensors(layer_id, pools):
                 poison(memory)

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from attnplug import AttentionKind, BackendContext, BackendSpec, Capabilities, DType, ForwardMode, Plan, Role
+from attnplug import (
+    AttentionKind,
+    BackendContext,
+    BackendSpec,
+    Capabilities,
+    DType,
+    ForwardMode,
+    GraphLevel,
+    Plan,
+    PlanError,
+    Role,
+)
 from attnplug.contract.batch import BackendId
 
 SPEC = BackendSpec(
@@ -17,6 +28,7 @@ SPEC = BackendSpec(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({DType.FLOAT32, DType.BFLOAT16}),
         roles=frozenset({Role.LINEAR}),
+        cuda_graph=GraphLevel.ALWAYS,
         max_speculative_tokens=8,
         invariant=frozenset({"run", "batch", "chunks", "verify"}),
     ),
@@ -27,12 +39,35 @@ class Backend:
     def __init__(self, context: BackendContext) -> None:
         self.claims, self.pool = context.declared.claims, context.pools.linear
         self.backend_id = BackendId(context.name)
+        self.captured = {}
 
     def init_forward_metadata(self, batch):
         geometry = batch.geometry
         slots = [] if geometry.state_slots is None else geometry.state_slots.tolist()
         work = {"new": list(geometry.query_lens), "slots": slots, "kept": []}
         return Plan.of(self.backend_id, geometry, work)
+
+    def init_cuda_graph_state(self, max_bs, max_num_tokens):
+        pass
+
+    def init_forward_metadata_out_graph(self, forward_batch, in_capture=False):
+        geometry = forward_batch.geometry
+        key = geometry.lane, geometry.mode, geometry.requests, geometry.rows
+        if in_capture:
+            held = {"new": [geometry.max_new] * geometry.requests, "slots": [-1] * geometry.requests}
+            self.captured[key] = Plan.of(self.backend_id, geometry, held)
+        if key not in self.captured:
+            raise PlanError("this shape was never captured")
+        return self.captured[key]
+
+    def init_forward_metadata_in_graph(self, forward_batch):
+        geometry, work = forward_batch.geometry, self.init_forward_metadata_out_graph(forward_batch).metadata
+        work["slots"][:] = geometry.state_slots.tolist()
+        if geometry.new_lens is not None:
+            work["new"][:] = geometry.new_lens.tolist()
+
+    def get_cuda_graph_seq_len_fill_value(self):
+        return 0
 
     def work(self, batch, rows):
         plan = batch.plan_for(self.backend_id, rows)

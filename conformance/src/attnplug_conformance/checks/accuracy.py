@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from attnplug import AttentionKind, CacheLayout, DType, ForwardMode
 from attnplug_conformance.case import Case, Shape, always
 from attnplug_conformance.check import Check, CheckContext
+from attnplug_conformance.failure import failure_prefix
 from attnplug_conformance.stored_rows import coded_formats
 
 EXTEND, DECODE, MIXED = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED
@@ -16,6 +18,8 @@ VERIFY, DRAFT = ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
 
 MAX_VERIFY_ROWS = 64
 """Maximum number of draft tokens in a verify: ``Geometry.tree`` has one bit for each."""
+PROMPTS = ((0, 9), (0, 7))
+"""A batch without any prefix, for which some backends have a path of its own."""
 FULL_TILES = ((0, 128), (64, 64), (96, 32), (0, 64), (32, 32))
 
 
@@ -25,6 +29,11 @@ def _accurate(context: CheckContext) -> None:
 
 def _with_lse(context: CheckContext) -> None:
     context.accurate(lse=True)
+
+
+def _wide(context: CheckContext) -> None:
+    with failure_prefix("with pages so far apart that offsets exceed 32 bits; compute page * stride in 64 bits"):
+        context.accurate()
 
 
 def _max_rows(context: CheckContext) -> None:
@@ -106,6 +115,11 @@ INPUTS: dict[str, tuple[str, bool, Shape]] = {
         False,
         lambda p, longest: Case(tuple((request % 4, 1 + request % 3) for request in range(35))),
     ),
+    "extend.one_row": (
+        "an extend is right if no request has more than one new row, and one has none",
+        False,
+        lambda p, longest: Case(((5, 1), (9, 0), (0, 1), (p, 1))),
+    ),
     "extend.no_new_rows": (
         "a request without new rows in an extend does not affect the others",
         False,
@@ -136,6 +150,11 @@ INPUTS: dict[str, tuple[str, bool, Shape]] = {
         True,
         lambda p, longest: Case(((10, 3), (max(p - 2, 1), 3), (0, 3), (longest // 4, 3)), VERIFY),
     ),
+    "verify.two": (
+        "a target verify of two rows is right: kernels often have a tile for it",
+        False,
+        lambda p, longest: Case(((10, 2), (max(p - 2, 1), 2), (0, 2)), VERIFY),
+    ),
     "draft_extend": (
         "a draft extend is right: the draft model processes the accepted tokens",
         False,
@@ -160,6 +179,16 @@ INPUTS: dict[str, tuple[str, bool, Shape]] = {
         "pages need not ascend",
         False,
         lambda p, longest: Case(((2 * p + 1, p + 3), (3 * p, 4)), pages="descending"),
+    ),
+    "pages.shared": (
+        "requests may share their first pages, as with a prefix cache",
+        False,
+        lambda p, longest: Case(((2 * p + 1, 3), (2 * p, 4), (3 * p, 2)), shared=(0, 2, 2)),
+    ),
+    "pages.shared_decode": (
+        "requests may share their first pages, as with a prefix cache",
+        False,
+        lambda p, longest: decode(2 * p + 1, 2 * p, 3 * p, shared=(0, 2, 2)),
     ),
     "pages.far": (
         "slots may exceed 16 bits",
@@ -234,6 +263,17 @@ def input_checks(kind: AttentionKind) -> Iterator[Check]:
                 _accurate,
             )
     for mode, shape in (
+        ("", lambda p, longest: Case(((p + 3, 5), (0, 4)))),
+        ("_decode", lambda p, _: decode(p + 3, 2)),
+    ):
+        yield Check(
+            f"{kind}.strided.wide{mode}",
+            f"{kind} {CacheLayout.STRIDED}",
+            "offsets in a cache may exceed 32 bits",
+            _of(kind, shape, layout=CacheLayout.STRIDED, pages="wide"),
+            _wide,
+        )
+    for mode, shape in (
         ("extend", lambda p, longest: Case(((p + 3, 5), (0, 4)))),
         ("decode", lambda p, longest: decode(p + 3, 2 * p)),
     ):
@@ -256,13 +296,14 @@ def input_checks(kind: AttentionKind) -> Iterator[Check]:
             quick=True,
         )
     for mode, shape in (
+        ("prompt", lambda p, longest: Case(PROMPTS)),
         ("long", lambda p, longest: decode(longest - 1, 3, longest // 2)),
         ("verify", lambda p, longest: Case(((p + 3, 3), (2, 3)), VERIFY)),
     ):
         yield Check(
             f"{kind}.lse.{mode}",
             "lse",
-            "the log-sum-exp is right for long contexts and for drafted rows",
+            "the log-sum-exp is right without a prefix, for long contexts and for drafted rows",
             _of(kind, shape, extras=frozenset({"lse"})),
             _with_lse,
         )
@@ -309,6 +350,10 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
         "a layer may have a window and sinks",
         {"window": 5, "sinks": True, "extras": frozenset({"sinks"})},
     ),
+    "cap_and_sinks": (
+        "a layer may have a logit cap and sinks, which are not capped",
+        {"cap": 1.5, "sinks": True, "extras": frozenset({"sinks"})},
+    ),
 }
 """Optional features of a layer, and the cases that use them."""
 
@@ -340,8 +385,9 @@ def shape_checks() -> Iterator[Check]:
         ("gqa", "consecutive query heads share a KV head", {"kv_heads": 2, "group": 4}),
         ("gqa_7", "a group of query heads need not be a power of two", {"kv_heads": 2, "group": 7}),
         ("gqa_12", "a group of query heads may be larger than 8", {"kv_heads": 2, "group": 12}),
+        ("gqa_24", "a group of query heads may be larger than 16, and no multiple of it", {"kv_heads": 2, "group": 24}),
         ("mqa", "all query heads share one KV head", {"kv_heads": 1, "group": 6}),
-        ("layers.heads", "layers may differ in head count", {"other_heads": 5}),
+        ("layers.heads", "layers may differ in head count", {"other_heads": 12}),
         ("layers.widths", "layers may differ in head dimensions", {"other_widths": 2}),
         ("dims_differ", "keys and values may differ in head dimension", {"unequal_dims": True}),
     )
@@ -365,13 +411,14 @@ def shape_checks() -> Iterator[Check]:
             ("extend", lambda p, longest: Case(((0, 9), (3, 2), (4, 1), (p + 3, 6)))),
             ("decode", lambda p, longest: decode(3, 4, 5, 2 * p + 3, 2 * p + 4)),
             ("verify", lambda p, longest: Case(((3, 3), (p + 3, 3), (20, 3)), VERIFY)),
+            ("prompt", lambda p, longest: Case(PROMPTS)),
         ):
-            claim = name.partition("_")[0]
+            claim, quick = name.partition("_")[0], mode != "prompt"
             yield Check(
-                f"mha.{name}.{mode}", claim, requirement, _of(AttentionKind.MHA, base, **changes), _accurate, True
+                f"mha.{name}.{mode}", claim, requirement, _of(AttentionKind.MHA, base, **changes), _accurate, quick
             )
             case = _of(AttentionKind.MLA, base, **changes)
-            yield Check(f"mla.{name}.{mode}", f"mla {claim}", requirement, case, _accurate, True)
+            yield Check(f"mla.{name}.{mode}", f"mla {claim}", requirement, case, _accurate, quick)
     yield Check(
         "mha.window.wide",
         "window",
@@ -379,15 +426,23 @@ def shape_checks() -> Iterator[Check]:
         _of(AttentionKind.MHA, lambda p, longest: Case(((4 * p, 3), (p, p + 5)), window=2 * p + 3)),
         _accurate,
     )
-    for mode, base in (
+    yield Check(
+        "mha.window.shared",
+        "window",
+        "a window is right if requests share their first pages",
+        _of(AttentionKind.MHA, lambda p, longest: decode(2 * p + 1, 2 * p, 3 * p, shared=(0, 2, 2)), window=5),
+        _accurate,
+    )
+    long: tuple[tuple[str, Shape], ...] = (
         ("", lambda p, longest: Case(((longest - 33, 33), (0, 5)))),
         ("_decode", lambda p, longest: decode(longest - 1, 3, longest // 2)),
-    ):
+    )
+    for (mode, base), (name, changes) in product(long, (("window", {"window": 37}), ("sinks", FEATURES["sinks"][1]))):
         yield Check(
-            f"mha.window.long{mode}",
-            "window",
-            "a window is right for contexts longer than any block of a kernel",
-            _of(AttentionKind.MHA, base, window=37),
+            f"mha.{name}.long{mode}",
+            name,
+            f"{FEATURES[name][0]}, for contexts longer than any block of a kernel",
+            _of(AttentionKind.MHA, base, **changes),
             _accurate,
         )
     some_layers: tuple[tuple[str, dict[str, Any]], ...] = (("window", {"window": 6}), ("cap", {"cap": 1.5}))
@@ -399,23 +454,13 @@ def shape_checks() -> Iterator[Check]:
             _of(AttentionKind.MHA, lambda p, longest: Case(((2 * p, 3), (2, 4)), plain_first=True), **changes),
             _both_layers,
         )
-    yield Check(
-        "mha.sinks.lse",
-        "sinks",
-        "sinks are not in the log-sum-exp",
-        _of(
-            AttentionKind.MHA,
-            lambda p, longest: Case(((p, 3), (2, 4)), sinks=True, extras=frozenset({"sinks", "lse"})),
-        ),
-        _with_lse,
-    )
-    yield Check(
-        "mha.window.lse",
-        "window",
-        "the log-sum-exp is over the keys in the window",
-        _of(AttentionKind.MHA, lambda p, longest: Case(((p, 3), (2, 9)), window=4, extras=frozenset({"lse"}))),
-        _with_lse,
-    )
+    for mode, base in (("", lambda p, longest: Case(((p, 3), (2, 9)))), long[1]):
+        for name, requirement, changes in (
+            ("sinks", "sinks are not in the log-sum-exp", {"sinks": True, "extras": frozenset({"sinks", "lse"})}),
+            ("window", "the log-sum-exp is over the keys in the window", {"window": 4, "extras": frozenset({"lse"})}),
+        ):
+            case = _of(AttentionKind.MHA, base, **changes)
+            yield Check(f"mha.{name}.lse{mode}", name, requirement, case, _with_lse)
 
 
 def _both_layers(context: CheckContext) -> None:

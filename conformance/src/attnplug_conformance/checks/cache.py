@@ -11,7 +11,7 @@ import torch
 
 from attnplug import AttentionKind, ForwardBatch, ForwardExtras, ForwardMode, Geometry, KVFormat, Role
 from attnplug.wrappers.forwarding import SplitBackend
-from attnplug_conformance.arithmetic import NAN, relative_error
+from attnplug_conformance.arithmetic import NAN, as_bytes, relative_error
 from attnplug_conformance.case import FIRST, LAYER, Case, always
 from attnplug_conformance.check import Check, CheckContext
 from attnplug_conformance.diagnosis import (
@@ -379,14 +379,20 @@ def uncontiguous(
 
 
 def _strided(context: CheckContext) -> None:
+    """Inputs of the same shapes, contiguous and not, in turn: a call keeps no strides of an earlier one."""
     scene = context.scene()
     batch = scene.plan(scene.batch())
-    inputs = uncontiguous(*scene.inputs(batch.num_tokens))
+    plain = scene.inputs(batch.num_tokens)
+    strided = uncontiguous(*plain)
     before = scene.snapshot()
-    output = Output(scene.forward(batch, inputs), None, 0.0, 0.0)
-    with failure_prefix("with q, k and v that are not contiguous; use their strides, or copy them"):
-        check_output(scene, output)
-        check_written(scene, before)
+    for which, inputs in (("", strided), (" after others that are not", plain), (" after others that are", strided)):
+        for memory, copy in zip(scene.cache_tensors(LAYER), before[LAYER], strict=True):
+            as_bytes(memory).copy_(copy)
+        output = Output(scene.forward(batch, inputs), None, 0.0, 0.0)
+        state = "contiguous" if inputs is plain else "not contiguous"
+        with failure_prefix(f"with q, k and v that are {state}{which}; use the strides of each call, or copy them"):
+            check_output(scene, output)
+            check_written(scene, before)
 
 
 EXTENDS = ((5, 3), (9, 6), (0, 4))

@@ -22,10 +22,11 @@ from attnplug_conformance.arithmetic import NAN, as_bytes, poison, relative_erro
 from attnplug_conformance.case import LAYER, Case, Shape
 from attnplug_conformance.check import Check, CheckContext, Measured, expect_error
 from attnplug_conformance.checks.accuracy import FEATURES
-from attnplug_conformance.diagnosis import check_padding, check_result, explain
-from attnplug_conformance.failure import CheckFailure
+from attnplug_conformance.diagnosis import check_lse, check_padding, check_result, explain
+from attnplug_conformance.failure import CheckFailure, failure_prefix
 from attnplug_conformance.reference import tree_bits
 from attnplug_conformance.scene import Scene
+from attnplug_conformance.stored_rows import coded_formats
 from attnplug_conformance.subject import Subject
 
 AnyScene = TypeVar("AnyScene", bound=Scene)
@@ -160,9 +161,9 @@ def filled(like: Tensor, value: int, rows: Tensor) -> Tensor:
 
 
 def others(context: CheckContext, scene: AnyScene) -> Iterator[AnyScene]:
-    """Yield scenes to replay: long and short, with all or fewer requests."""
+    """Yield scenes to replay: short and long, with all or fewer requests. The first one is not the longest."""
     new, most = scene.case.lengths[0][1], min(before for before, _ in scene.case.lengths)
-    for seed, prefixes in enumerate(([most, 5, 17, 31], [1, 16, 2, 0], [most // 2, 15], [15])):
+    for seed, prefixes in enumerate(([1, 16, 2, 0], [most, 5, 17, 31], [most // 2, 15], [15])):
         case = replace(scene.case, lengths=tuple((prefix, new) for prefix in prefixes), seed=seed + 1)
         if case.trees is not None:
             case = replace(case, trees=(case.trees * 2)[seed : seed + len(prefixes)])
@@ -170,7 +171,7 @@ def others(context: CheckContext, scene: AnyScene) -> Iterator[AnyScene]:
 
 
 def check_replayed(context: CheckContext, capture: Capture, other: Scene, out: Tensor) -> None:
-    wanted = other.wanted()[0]
+    wanted, wanted_lse = other.wanted()
     check_result(capture.scene, out, capture.batch.geometry.rows)
     error = relative_error(out[: len(wanted)], wanted)
     if not error <= other.tolerance:
@@ -180,6 +181,9 @@ def check_replayed(context: CheckContext, capture: Capture, other: Scene, out: T
             "init_forward_metadata_in_graph, from the lengths and pages on the device"
         )
     check_padding(out, len(wanted))
+    if capture.extras is not None and capture.extras.lse is not None:
+        with failure_prefix("in a replay with other lengths and pages"):
+            check_lse(other, capture.extras.lse, wanted_lse)
     context.measured.append(Measured(len(wanted), max(other.totals), error, other.tolerance, 0.0, 0.0))
     written = set()
     for memory, theirs in zip(capture.scene.cache_tensors(LAYER), other.cache_tensors(LAYER), strict=True):
@@ -201,7 +205,7 @@ def _poisoned(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _replays(context: CheckContext) -> None:
     scene = context.scene()
-    capture = Capture(scene).reserve().capture()
+    capture = Capture(scene, lse="lse" in scene.case.extras).reserve().capture()
     for other in others(context, scene):
         capture.put(other)
         check_replayed(context, capture, other, capture.replay())
@@ -326,12 +330,18 @@ def graph_checks(kind: AttentionKind) -> Iterator[Check]:
     yield Check(
         f"{kind}.graph.verify", "graphs", replayed, of(VERIFY, 3, uniform), _replays, False, requires_graphs(uniform)
     )
-    for name in ("window", "cap", "sinks"):
+    special = [
+        *((name, f"of layers with a {name.rstrip('s')}", FEATURES[name][1]) for name in ("window", "cap", "sinks")),
+        ("lse", "with its log-sum-exp", {"extras": frozenset({"lse"})}),
+        *((str(format), f"over a cache in {format}", {"kv_dtype": format.name, "kv_scales": (0.4, 1.7)})
+          for format in coded_formats(kind) if format.layer_scale),
+    ]  # fmt: skip
+    for name, what, changes in special:
         yield Check(
             f"{kind}.graph.{name}",
             "graphs",
-            f"a captured batch of layers with a {name.rstrip('s')} is replayed with other lengths and pages",
-            of(DECODE, 1, decode, **FEATURES[name][1]),
+            f"a captured batch {what} is replayed with other lengths and pages",
+            of(DECODE, 1, decode, **changes),
             _replays,
             False,
             requires_graphs(decode),

@@ -328,6 +328,9 @@ def _graph(context: CheckContext) -> None:
             should = right[request] if request < real else before[request].double()
             if not relative_error(states[slot], should) <= scene.tolerance:
                 raise CheckFailure("a replay left a wrong state; padded requests have slot -1 and no state")
+        others = [slot for slot in range(scene.pool.num_slots) if slot not in scene.slots]
+        if not states[others].isnan().all():
+            raise CheckFailure("a replay wrote a state that no request has; padded requests have slot -1 and no state")
 
 
 def linear_checks() -> Iterator[Check]:
@@ -359,6 +362,7 @@ def _checks_of(kind: AttentionKind) -> Iterator[Check]:
     yield check("decode.one", right, of((7, 1), mode=DECODE), check_accurate)
     yield check("decode.many", right, of(*[(request % 3, 1) for request in range(11)], mode=DECODE), check_accurate)
     yield check("extend", right, of(*some), check_accurate, True)
+    yield check("extend.one", "one request with fewer rows than a convolution is wide", of((5, 2)), check_accurate)
     yield check("extend.no_state", right, of((0, 9), (0, 4)), check_accurate)
     yield check("extend.long", "requests longer than a chunk of 64", of((3, 65), (0, 130), (1, 64)), check_accurate)
     yield check("extend.many", right, of(*[(request % 3, 1 + request % 2) for request in range(20)]), check_accurate)
