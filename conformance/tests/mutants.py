@@ -634,7 +634,7 @@ MUTANTS = [
         "mha",
         # vllm 47671, 50427; vllm-xpu-kernels 445; aiter 4427; sglang 34025
         ("real_offsets_of_32_bits", ROWS, INT32_ROWS, "mha.strided.wide", "in 64 bits"),
-        ("real_offsets_of_32_bits_in_decodes", ROWS, INT32_ROWS, "mha.strided.wide_decode", "in 64 bits"),
+        ("real_offsets_of_32_bits_in_decodes", ROWS, INT32_ROWS, "mha.pages.wide_decode", "in 64 bits"),
         # flashinfer 4270: strides and widths of another call
         ("real_strides_of_the_first_call", "work, start = plan.metadata, 0",
          "work, start = plan.metadata, 0; q = q.as_strided(q.shape, self.__dict__.setdefault(q.shape, q.stride()))",

@@ -43,7 +43,7 @@ from attnplug_conformance.arithmetic import (
 from attnplug_conformance.case import FIRST, LAST, LAYER, Case
 from attnplug_conformance.padding import padded
 from attnplug_conformance.reference import Rules, attention, tree_bits
-from attnplug_conformance.scene_pools import UNUSED_PAGES, make_pools
+from attnplug_conformance.scene_pools import first_page, make_pools
 from attnplug_conformance.stored_rows import StoredRows, format_of
 from attnplug_conformance.subject import Subject
 
@@ -57,8 +57,6 @@ POISONED = {
     "all": "memory that belongs to no request: beyond the last token, and outside its table",
 }
 """Regions that must not be read, with the message for a backend that reads them."""
-FAR = 1 << 16
-"""Minimum slot number of a scene with ``far`` pages."""
 MAX_NEGATIVE_LOGIT = 2000.0
 """Bound of negative logits. FlashInfer masks with -50,000 before scaling, far below any model's logits."""
 SCRATCH_BYTES = 1 << 20
@@ -205,7 +203,7 @@ class Scene:
         """Return the page table ``[requests, width]`` on the host, the page count, and the page of unused entries."""
         needed = [-(-total // self.page_size) for total in self.totals]
         requests, width = len(needed), max([*needed, 1]) + (not self.case.at_limits)
-        start = {"far": -(-FAR // self.page_size), "wide": UNUSED_PAGES}.get(self.case.pages, 0)
+        start = self.first_page = first_page(self.case, self.widths)
         pages = start + requests * width + 3
         orders = {
             **dict.fromkeys(
@@ -231,20 +229,21 @@ class Scene:
             rows[request][: count * self.page_size] = rows[request - 1][: count * self.page_size]
 
     def _pools(self, zero_region: str | None) -> KVPools:
-        pages = self.num_pages
-        pools = make_pools(self.case, self.format, self.widths[0], pages, self.device)
+        pools = make_pools(self.case, self.format, self.widths[0], self.num_pages, self.device)
+        first = self.first_page if self.case.pages == "wide" else 0  # writing to all of a wide cache would take minutes
         for layer_id in (FIRST, LAYER, LAST):
-            for memory in self.cache_tensors(layer_id, pools):
+            for whole in self.cache_tensors(layer_id, pools):
+                memory = whole[first:]
                 poison(memory)
                 if (
                     zero_region is not None and zero_region == {FIRST: "first", LAST: "last"}.get(layer_id)
                 ) or zero_region == "all":
                     memory.copy_(torch.tensor(0.0))
                 elif layer_id == LAYER and zero_region == "table":
-                    as_bytes(memory)[self.poisoned_page] = 0
+                    as_bytes(whole)[self.poisoned_page] = 0
                 elif layer_id == LAYER and zero_region == "free":
                     used = set(self.page_table.flatten().tolist())
-                    as_bytes(memory)[[page for page in range(pages) if page not in used]] = 0
+                    as_bytes(whole)[[page for page in range(first, self.num_pages) if page not in used]] = 0
         return pools
 
     def cache_tensors(self, layer_id: int, pools: KVPools | None = None) -> tuple[Tensor, ...]:

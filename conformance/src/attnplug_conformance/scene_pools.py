@@ -19,23 +19,39 @@ from attnplug_conformance.subject import Unclaimed
 
 MAX_INT32 = 1 << 31
 UNUSED_PAGES = 64
-"""Number of pages in front of those that a scene with ``wide`` pages uses, whose offsets thus exceed 32 bits."""
+"""First page of a strided cache with ``wide`` pages."""
+FAR = 1 << 16
+"""Minimum slot number of a scene with ``far`` pages."""
+
+
+def first_page(case: Case, widths: tuple[int, int, int]) -> int:
+    """Return the first page that a case uses. ``widths`` are those of a key and of a value, and the number of KV heads.
+
+    The offsets of ``wide`` pages in elements exceed 32 bits.
+    """
+    assert case.page_size is not None
+    key, value, heads = widths
+    if case.pages == "wide":
+        narrow = key if case.mla is not None else min(key, value)
+        token_major = MAX_INT32 // (case.page_size * heads * narrow) + 1
+        return UNUSED_PAGES if case.layout is CacheLayout.STRIDED else token_major
+    return -(-FAR // case.page_size) if case.pages == "far" else 0
 
 
 def make_pools(case: Case, format: KVFormat, key_dim: int, pages: int, device: torch.device) -> KVPools:
     """Return a pool of the case's layers. ``key_dim`` is the width of a cached key, or of a latent row."""
     layers, size = case.layers, case.page_size
     assert size is not None
-    strided = case.layout is CacheLayout.STRIDED
+    strided, wide = case.layout is CacheLayout.STRIDED, case.pages == "wide"
     shapes: dict[int, tuple[int, ...]] = {}
     if case.mla is not None:
         scales = {FIRST: 2.0, LAYER: case.kv_scales[0], LAST: 3.0} if format.layer_scale else None
-        if not strided:
+        if not strided and not wide:
             mla = MLAPool(layers, num_pages=pages, page_size=size, dtype=format, device=device, scales=scales)
             return KVPools(mla=mla)
         form = RowFormat.of(format, key_dim, rope=case.mla.qk_rope_head_dim)
-        shapes |= {layer.layer_id: (pages, size, form.width + 16) for layer in layers}
-        given = _memory_of(shapes, form.stored, device, wide=case.pages == "wide")
+        shapes |= {layer.layer_id: (pages, size, form.width + 16 * strided) for layer in layers}
+        given = _memory_of(shapes, form.stored, device, wide=wide, strided=strided)
         rows = {layer_id: memory[..., : form.width] for layer_id, memory in given.items()}
         return KVPools(mla=MLAPool.over(layers, rows, "pages tokens dim", page_size=size, dtype=format, scales=scales))
     pairs = {FIRST: (2.0, 3.0), LAYER: case.kv_scales, LAST: (3.0, 2.0)} if format.layer_scale else None
@@ -43,9 +59,18 @@ def make_pools(case: Case, format: KVFormat, key_dim: int, pages: int, device: t
         for layer in layers:
             keys, values = (RowFormat.of(format, width) for width in (layer.head_dim, layer.v_head_dim))
             shapes[layer.layer_id] = pages, size, layer.num_kv_heads, keys.width + values.width
-        both = _memory_of(shapes, keys.stored, device, wide=case.pages == "wide")
+        both = _memory_of(shapes, keys.stored, device, wide=wide, strided=True)
         order = "pages tokens heads (kv dim)"
         return KVPools(mha=MHAPool.over(layers, both, order, page_size=size, dtype=format, scales=pairs))
+    if wide:
+        for layer in layers:
+            for number, width in enumerate((layer.head_dim, layer.v_head_dim)):
+                form = RowFormat.of(format, width)
+                shapes[2 * layer.layer_id + number] = pages, size, layer.num_kv_heads, form.width
+        single = _memory_of(shapes, form.stored, device, wide=True, strided=False)
+        given_pairs = {layer.layer_id: (single[2 * layer.layer_id], single[2 * layer.layer_id + 1]) for layer in layers}
+        order = "pages tokens heads dim"
+        return KVPools(mha=MHAPool.over(layers, given_pairs, order, page_size=size, dtype=format, scales=pairs))
     mha = MHAPool(
         layers,
         num_pages=pages,
@@ -59,23 +84,23 @@ def make_pools(case: Case, format: KVFormat, key_dim: int, pages: int, device: t
 
 
 def _memory_of(
-    shapes: Mapping[int, tuple[int, ...]], dtype: torch.dtype, device: torch.device, *, wide: bool
+    shapes: Mapping[int, tuple[int, ...]], dtype: torch.dtype, device: torch.device, *, wide: bool, strided: bool
 ) -> dict[int, Tensor]:
-    """Return memory ``[pages, …]`` by layer id.
+    """Return memory ``[pages, …]`` for each shape.
 
-    ``wide``: all layers are in one piece of memory, as some hosts have them, and pages lie so far apart that offsets in
-    elements exceed 32 bits. On a CPU the piece is so large that truncated offsets are in it, too.
+    ``wide``: all are in one piece of memory, of which only the last pages are used. If ``strided``, pages of all layers
+    alternate, as some hosts have them, and lie far apart. On a CPU truncated offsets are in the piece, too.
     """
     if not wide:
         return {layer_id: torch.zeros(shape, dtype=dtype, device=device) for layer_id, shape in shapes.items()}
-    stride, pages = MAX_INT32 // UNUSED_PAGES, next(iter(shapes.values()))[0]
-    start = MAX_INT32 if device.type == "cpu" else 0
-    whole = _untouched(start + pages * stride, dtype, device)
+    stride, start = MAX_INT32 // UNUSED_PAGES, MAX_INT32 if device.type == "cpu" else 0
+    pages = next(iter(shapes.values()))[0]
+    whole = _untouched(start + (pages * stride if strided else sum(map(math.prod, shapes.values()))), dtype, device)
     found = {}
-    for layer_id, shape in shapes.items():
-        inner = torch.empty(shape[1:], device="meta").stride()
-        found[layer_id] = whole.as_strided(shape, (stride, *inner), start)
-        start += math.prod(shape[1:])
+    for number, shape in shapes.items():
+        row, *inner = torch.empty(shape, device="meta").stride()
+        found[number] = whole.as_strided(shape, (stride if strided else row, *inner), start)
+        start += row if strided else math.prod(shape)
     return found
 
 

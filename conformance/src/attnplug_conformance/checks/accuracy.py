@@ -32,7 +32,7 @@ def _with_lse(context: CheckContext) -> None:
 
 
 def _wide(context: CheckContext) -> None:
-    with failure_prefix("with pages so far apart that offsets exceed 32 bits; compute page * stride in 64 bits"):
+    with failure_prefix("with a cache so large that offsets exceed 32 bits; multiply pages and slots in 64 bits"):
         context.accurate()
 
 
@@ -266,13 +266,12 @@ def input_checks(kind: AttentionKind) -> Iterator[Check]:
         ("", lambda p, longest: Case(((p + 3, 5), (0, 4)))),
         ("_decode", lambda p, _: decode(p + 3, 2)),
     ):
-        yield Check(
-            f"{kind}.strided.wide{mode}",
-            f"{kind} {CacheLayout.STRIDED}",
-            "offsets in a cache may exceed 32 bits",
-            _of(kind, shape, layout=CacheLayout.STRIDED, pages="wide"),
-            _wide,
-        )
+        for name, layout, claim in (
+            ("pages", CacheLayout.TOKEN_MAJOR, str(kind)),
+            ("strided", CacheLayout.STRIDED, f"{kind} {CacheLayout.STRIDED}"),
+        ):
+            wide, requirement = _of(kind, shape, layout=layout, pages="wide"), "offsets in a cache may exceed 32 bits"
+            yield Check(f"{kind}.{name}.wide{mode}", claim, requirement, wide, _wide)
     for mode, shape in (
         ("extend", lambda p, longest: Case(((p + 3, 5), (0, 4)))),
         ("decode", lambda p, longest: decode(p + 3, 2 * p)),
