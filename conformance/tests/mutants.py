@@ -798,6 +798,9 @@ MUTANTS = [
         ("real_chunks_across_requests", "state = state * decay.reshape(heads, -1, 1)",
          "state = state * (decay if token or not rows.start % 64 or decays.dim() == 1 else decay * decays[rows.start - 1])"
          ".reshape(heads, -1, 1)", "mamba2.extend", "is wrong"),
+        # fla 1080; vllm 47671
+        ("real_states_in_32_bits", "geometry.state_slots.tolist()\n        work = {",
+         "((geometry.state_slots.int() * 384) // 384).tolist()\n        work = {", "gdn.slots.wide", "in 64 bits"),
         # tokenspeed 700; TensorRT-LLM 13151; vllm-ascend 12040; xllm 1904
         ("real_slot_of_minus_1_taken_for_slot_0", "if slot >= 0:\n                yield slot,",
          "if True:\n                yield max(slot, 0),", "gdn.graph.decode", "padded request"),

@@ -21,6 +21,7 @@ from attnplug_conformance.case import FIRST, LAST, LAYER, Case
 from attnplug_conformance.diagnosis import check_tensor
 from attnplug_conformance.failure import CheckFailure
 from attnplug_conformance.reference import convolution, recurrence
+from attnplug_conformance.scene_pools import WideStates
 from attnplug_conformance.subject import Subject
 
 DELTA = (AttentionKind.GDN, AttentionKind.KDA)
@@ -37,12 +38,14 @@ class LinearScene:
         self.random = torch.Generator().manual_seed(case.seed)
         self.new = [new for _, new in case.lengths]
         requests = len(self.new)
-        self.pool = LinearStatePool(case.layers, num_slots=requests + 3, dtype=case.dtype, device=self.device)
+        made = WideStates if case.pages == "wide" else LinearStatePool
+        self.pool = made(case.layers, num_slots=requests + 3, dtype=case.dtype, device=self.device)
+        first = self.first = self.pool.num_slots - requests - 3
         # No request has the last slot: indexing with slot -1 would hit it.
-        self.slots = torch.randperm(requests + 2, generator=self.random)[:requests].tolist()
+        self.slots = (first + torch.randperm(requests + 2, generator=self.random)[:requests]).tolist()
         for layer_id in (FIRST, LAYER, LAST):
             for states in self.states(layer_id):
-                states.fill_(NAN)
+                states[first:] = NAN
         for states in self.states(LAYER):
             for (before, _), slot in zip(case.lengths, self.slots, strict=True):
                 states[slot] = self.normal(*states.shape[1:]).to(states.dtype) if before else 0.0
@@ -82,6 +85,11 @@ class LinearScene:
         """States of a layer: recurrent and convolution, if it has them."""
         both = self.pool.recurrent(layer_id), self.pool.conv(layer_id)
         return tuple(states for states in both if states is not None)
+
+    @property
+    def others(self) -> list[int]:
+        """Slots of no request."""
+        return [slot for slot in range(self.first, self.pool.num_slots) if slot not in self.slots]
 
     def batch(self, *, lane: int = 0) -> ForwardBatch:
         case = self.case
@@ -184,8 +192,7 @@ class LinearScene:
         after = [states for states in wanted_after if states]
         names = [name for name, has in (("recurrent", self.dims.heads), ("convolution", self.dims.conv_width)) if has]
         for states, right, name in zip(self.states(LAYER), after, names, strict=True):
-            others = [slot for slot in range(self.pool.num_slots) if slot not in self.slots]
-            if not states[others].isnan().all():
+            if not states[self.others].isnan().all():
                 raise CheckFailure(f"it wrote to the {name} state of a slot that no request of the batch has")
             for request, (slot, wanted) in enumerate(zip(self.slots, right, strict=True)):
                 error = relative_error(states[slot], wanted)
@@ -196,7 +203,7 @@ class LinearScene:
                         f"the {name} state of request {request} is wrong by {error:.1e} after the batch{kept}"
                     )
         for layer_id in (FIRST, LAST):
-            if not all(states.isnan().all() for states in self.states(layer_id)):
+            if not all(states[self.first :].isnan().all() for states in self.states(layer_id)):
                 raise CheckFailure(f"it wrote to the states of layer {layer_id} while it ran layer {LAYER}")
 
     def _explain(self, what: str, found: Tensor, wanted: Tensor, error: float) -> str:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from tempfile import TemporaryFile
 
 import torch
 from torch import Tensor
 
-from attnplug import CacheLayout, KVFormat, MHAPool, MLAPool
+from attnplug import CacheLayout, DType, KVFormat, LayerSpec, MHAPool, MLAPool
 from attnplug.host import KVPools
 from attnplug.kernels import RowFormat
+from attnplug.linear import LinearStatePool
 from attnplug_conformance.case import FIRST, LAST, LAYER, Case
 from attnplug_conformance.subject import Unclaimed
 
@@ -102,6 +103,30 @@ def _memory_of(
         found[number] = whole.as_strided(shape, (stride if strided else row, *inner), start)
         start += row if strided else math.prod(shape)
     return found
+
+
+class WideStates(LinearStatePool):
+    """States of linear layers, of which only the last ``num_slots`` are used. Their offsets exceed 32 bits."""
+
+    def __init__(self, layers: Sequence[LayerSpec], *, num_slots: int, dtype: DType, device: torch.device) -> None:
+        super().__init__(layers, num_slots=1, dtype=dtype, device=device)
+        like = LinearStatePool(layers, num_slots=1, dtype=dtype, device=device)
+        both = {layer_id: (like.recurrent(layer_id), like.conv(layer_id)) for layer_id in like.layer_ids}
+        least = min(one.numel() for each in both.values() for one in each if one is not None)
+        self.num_slots = MAX_INT32 // least + 1 + num_slots
+        self._wide = {layer_id: [self._widened(one) for one in each] for layer_id, each in both.items()}
+
+    def _widened(self, one: Tensor | None) -> Tensor | None:
+        if one is None:
+            return None
+        shape = self.num_slots, *one.shape[1:]
+        return _memory_of({0: shape}, one.dtype, one.device, wide=True, strided=False)[0]
+
+    def recurrent(self, layer_id: int) -> Tensor | None:
+        return self._wide[layer_id][0]
+
+    def conv(self, layer_id: int) -> Tensor | None:
+        return self._wide[layer_id][1]
 
 
 def _untouched(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:

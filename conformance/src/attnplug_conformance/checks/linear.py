@@ -42,6 +42,11 @@ def check_accurate(context: CheckContext) -> None:
     _measure(context, scene, scene.check_results(*scene.run()))
 
 
+def _wide(context: CheckContext) -> None:
+    with failure_prefix("with so many slots that offsets exceed 32 bits; compute slot * stride in 64 bits"):
+        check_accurate(context)
+
+
 def check_two_steps(context: CheckContext) -> None:
     """Extend, then decode from the resulting states."""
     scene = _scene(context)
@@ -328,8 +333,7 @@ def _graph(context: CheckContext) -> None:
             should = right[request] if request < real else before[request].double()
             if not relative_error(states[slot], should) <= scene.tolerance:
                 raise CheckFailure("a replay left a wrong state; padded requests have slot -1 and no state")
-        others = [slot for slot in range(scene.pool.num_slots) if slot not in scene.slots]
-        if not states[others].isnan().all():
+        if not states[scene.others].isnan().all():
             raise CheckFailure("a replay wrote a state that no request has; padded requests have slot -1 and no state")
 
 
@@ -369,6 +373,9 @@ def _checks_of(kind: AttentionKind) -> Iterator[Check]:
     if kind is not AttentionKind.SHORT_CONV:
         yield check("strong_decay", "strong decays give no NaN", of((3, 70), (0, 9)), _strong_decay)
     yield check("mixed", right, of((4, 1), (0, 9), (6, 1), mode=MIXED), check_accurate)
+    for name, lengths, mode in (("slots.wide", some, EXTEND), ("slots.wide_decode", one, DECODE)):
+        case = of(*lengths, mode=mode, pages="wide")
+        yield check(name, "offsets in the states of all slots may exceed 32 bits", case, _wide)
     yield check("two_steps", "a decode continues from the state after an extend", of(*some), check_two_steps, True)
     yield check("padding.rows", "padding rows give zero", of(*some, padding=4), check_accurate, True)
     yield check(
