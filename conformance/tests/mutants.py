@@ -635,6 +635,20 @@ MUTANTS = [
         # vllm 47671, 50427; vllm-xpu-kernels 445; aiter 4427; sglang 34025
         ("real_offsets_of_32_bits", ROWS, INT32_ROWS, "mha.strided.wide", "in 64 bits"),
         ("real_offsets_of_32_bits_in_decodes", ROWS, INT32_ROWS, "mha.pages.wide_decode", "in 64 bits"),
+        # fla 1080: a row of queries times its stride
+        ("real_rows_in_32_bits", "work, start = plan.metadata, 0",
+         "work, start = plan.metadata, 0; q = q.as_strided((q.untyped_storage().nbytes() // q.element_size(),), (1,), 0)["
+         "(torch.arange(len(q)).int() * q.stride(0)).long()[:, None, None] + q.storage_offset() + "
+         "torch.arange(q.shape[1])[:, None] * q.stride(1) + torch.arange(q.shape[2]) * q.stride(2)]",
+         "mha.strides.wide", "use 64 bits"),
+        # vllm 53681: the order of dimensions guessed from their sizes
+        ("real_square_pages_taken_for_token_major", ROWS,
+         ROWS + "        if (m := self.pool.keys(layer.layer_id)).shape[1] == m.shape[2]:\n"
+         "            keys = m.as_strided(m.shape, torch.empty(m.shape).stride()).flatten(0, 1)[slots]\n",
+         "mha.head_major.square", ""),
+        # vllm 34570
+        ("real_values_of_narrow_heads_skipped", "weights, values), sums.T",
+         "weights, values * (values.shape[-1] // 64 > 0)), sums.T", "mha.width_32.decode", "all zero"),
         # flashinfer 4270: strides and widths of another call
         ("real_strides_of_the_first_call", "work, start = plan.metadata, 0",
          "work, start = plan.metadata, 0; q = q.as_strided(q.shape, self.__dict__.setdefault(q.shape, q.stride()))",

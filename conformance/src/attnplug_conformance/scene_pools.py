@@ -129,6 +129,14 @@ class WideStates(LinearStatePool):
         return self._wide[layer_id][1]
 
 
+def far_apart(rows: Tensor) -> Tensor:
+    """Return a copy of rows that lie so far apart that the offsets of the second half exceed 32 bits."""
+    stride = MAX_INT32 // max(len(rows) // 2, 1)
+    start = MAX_INT32 if rows.device.type == "cpu" else 0
+    whole = _untouched(start + len(rows) * stride, rows.dtype, rows.device)
+    return whole.as_strided(rows.shape, (stride, *rows[0].stride()), start).copy_(rows)
+
+
 def _untouched(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return memory that is not written. On a CPU it is a sparse file, which takes no room until it is used."""
     nbytes = count * dtype.itemsize

@@ -400,6 +400,14 @@ def shape_checks() -> Iterator[Check]:
                 _accurate,
                 name == "gqa",
             )
+    square = Case(((19, 5), (0, 7)), kv_heads=16, group=1, page_size=16, layout=CacheLayout.HEAD_MAJOR)
+    yield Check(
+        "mha.head_major.square",
+        f"mha {CacheLayout.HEAD_MAJOR}",
+        "sizes do not tell the order of dimensions: pages may have as many tokens as heads",
+        always(square),
+        _accurate,
+    )
     for width in (32, 64, 80, 96, 128, 192, 256):
         for mode, base in (("extend", small), ("decode", lambda p, longest: decode(p + 3, 9))):
             case = _of(AttentionKind.MHA, base, dims=(width, width), kv_heads=1, group=2)

@@ -23,6 +23,7 @@ from attnplug_conformance.diagnosis import (
 )
 from attnplug_conformance.failure import CheckFailure, failure_prefix
 from attnplug_conformance.scene import NotATensor, Output, Scene
+from attnplug_conformance.scene_pools import far_apart
 from attnplug_conformance.stored_rows import coded_formats
 
 EXTEND, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE
@@ -395,6 +396,17 @@ def _strided(context: CheckContext) -> None:
             check_written(scene, before)
 
 
+def _far_rows(context: CheckContext) -> None:
+    scene = context.scene()
+    batch = scene.plan(scene.batch())
+    q, k, v = scene.inputs(batch.num_tokens)
+    before = scene.snapshot()
+    out = scene.forward(batch, (far_apart(q), far_apart(k), None if v is None else far_apart(v)))
+    with failure_prefix("with rows of q, k and v so far apart that offsets exceed 32 bits; use 64 bits"):
+        check_output(scene, Output(out, None, 0.0, 0.0))
+        check_written(scene, before)
+
+
 EXTENDS = ((5, 3), (9, 6), (0, 4))
 DECODES = ((5, 1), (20, 1), (0, 1), (31, 1))
 
@@ -426,6 +438,7 @@ def cache_checks(kind: AttentionKind) -> Iterator[Check]:
         ("unchanged", "", "q, k, v, the batch and process settings are not modified", _inputs_unchanged, {}),
         ("cut_table", "", "a page table may be a view of a wider one", _table_view, {}),
         ("strides", "", "q, k and v may have any strides between rows and heads", _strided, {}),
+        ("strides.wide", "", "offsets of rows of q, k and v may exceed 32 bits", _far_rows, {}),
         ("results_kept", "", "a result is not overwritten by the next call", _results_kept, {}),
         ("two_layers", "", "one plan serves all layers, each with its own parameters", _two_layers, {}),
         ("extras.out", "out", "the result is written to extras.out", _out, {"extras": frozenset({"out"})}),
