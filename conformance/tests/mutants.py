@@ -688,7 +688,11 @@ MUTANTS = [
         ("real_sink_lost_in_splits", TOTAL, TOTAL.replace("is None", "is None or len(slots) > 256"), "mha.sinks.long",
          "only requests of more than 5 rows"),
         ("real_sink_capped", TOTAL, TOTAL.replace("sinks[:", "(torch.tanh(sinks / (layer.logit_cap or 1e6)) * (layer.logit_cap or 1e6))[:"),
-         "mha.cap_and_sinks.decode", "is wrong"),
+         "mha.cap_and_sinks.decode", "capped the sinks"),
+        ("real_sink_scaled", TOTAL, TOTAL.replace("sinks[:", "(sinks * layer.scale)[:"), "mha.sinks.verify",
+         "sinks by the layer's scale"),
+        ("real_sink_in_base_2", TOTAL, TOTAL.replace("sinks[:", "(sinks * 0.6931471805599453)[:"), "mha.sinks.extend",
+         "base 2"),
         ("real_sink_of_the_group", TOTAL, TOTAL.replace("sinks[:", "sinks[torch.arange(q.shape[1]) // group][:"),
          "mha.sinks.decode", "heads 1, 2, 3"),
         # sgl-kernel-xpu 487; flashinfer 58

@@ -328,6 +328,12 @@ def _hypotheses(scene: Scene) -> Iterator[tuple[str, Tensor]]:
         yield "it ignored the logit cap", scene.wanted(replace(right, cap=None))[0]
     if scene.sinks is not None:
         yield "it ignored the sinks", scene.wanted(sinks=False)[0]
+        multiplied, base_2 = scene.sinks * layer.scale, scene.sinks * math.log(2)
+        yield "it multiplied the sinks by the layer's scale; they are logits", scene.wanted(sinks=multiplied)[0]
+        yield "it took the sinks for logits in base 2; multiply them by log2(e)", scene.wanted(sinks=base_2)[0]
+        if right.cap is not None:
+            capped = right.cap * torch.tanh(scene.sinks / right.cap)
+            yield "it capped the sinks, which are not capped", scene.wanted(sinks=capped)[0]
     if case.mla is None and case.kv_heads > 1 and case.group > 1:
         yield (
             "query head h used KV head h % kv_heads; consecutive query heads share a KV head",

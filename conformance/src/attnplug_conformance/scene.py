@@ -440,16 +440,20 @@ class Scene:
         return torch.cat(outs)
 
     def wanted(
-        self, rules: Rules | None = None, *, scaled: tuple[bool, bool] = (True, True), sinks: bool = True
+        self, rules: Rules | None = None, *, scaled: tuple[bool, bool] = (True, True), sinks: Tensor | bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Return expected output and log-sum-exp of all requests, by ``rules`` or the layer's own rules."""
+        """Return expected output and log-sum-exp of all requests, by ``rules`` or the layer's own rules.
+
+        ``sinks``: True for the case's own.
+        """
+        extra = sinks if isinstance(sinks, Tensor) else self.sinks if sinks else None
         outs, sums = [], []
         for request, q in enumerate(self.q.split(self.new)):
             keys, values = self.stored(request, scaled=scaled)
             request_rules = rules or self.rules()
             if self.case.trees is not None and rules is None:
                 request_rules = replace(request_rules, parents=self.case.trees[request])
-            out, lse = attention(q, keys, values, request_rules, self.sinks if sinks else None)
+            out, lse = attention(q, keys, values, request_rules, extra)
             outs.append(out)
             sums.append(lse)
         if not outs:
