@@ -184,17 +184,40 @@ def explain(scene: Scene, out: Tensor, wanted: Tensor, error: float) -> str:
             return f"{message} ({place})"
     if math.isnan(error):
         return _explain_nan(scene, out, place, scope)
-    best, found = min(2 * scene.tolerance, error / 3), ""
-    for message, other in _hypotheses(scene):
-        near = relative_error(out, other)
-        # The first one of several that explain it equally well. In 8 bits, many are within the tolerance.
-        if relative_error(other, wanted) > 2 * scene.tolerance and near <= (best / 2 if found else best):
-            best, found = near, message
-    if found:
-        return f"{found} ({place})"
     if (out == 0).all():
         return "the output is all zero"
+    mistakes = list(_hypotheses(scene))
+    if found := _explained_by(mistakes, slice(None), scene, out, wanted, error):
+        return f"{found} ({place})"
+    wrong = _wrong_rows(scene, out, wanted).any(-1)
+    counts = torch.tensor(scene.new)
+    request = torch.arange(len(counts)).repeat_interleave(counts).to(wrong.device)
+    for rows in (wrong, wrong & (request == request[wrong][:1])):
+        found = "the output is zero" if (out[rows] == 0).all() else ""
+        if found := found or _explained_by(mistakes, rows, scene, out, wanted, error):
+            return f"in some rows {found} (first at {place}{scope})"
     return f"the output is wrong by {error:.1e}; {scene.tolerance:.0e} is allowed, first at {place}{scope}"
+
+
+def _explained_by(
+    mistakes: list[tuple[str, Tensor]], rows: slice | Tensor, scene: Scene, out: Tensor, wanted: Tensor, error: float
+) -> str:
+    """Return the mistake that gives these rows of an output; empty if none does."""
+    best, found = min(2 * scene.tolerance, error / 3), ""
+    for message, other in mistakes:
+        near = relative_error(out[rows], other[rows])
+        # The first one of several that explain it equally well. In 8 bits, many are within the tolerance.
+        if relative_error(other[rows], wanted[rows]) > 2 * scene.tolerance and near <= (best / 2 if found else best):
+            best, found = near, message
+    return found
+
+
+def _wrong_rows(scene: Scene, out: Tensor, wanted: Tensor) -> Tensor:
+    """Return the rows and heads ``[rows, heads]`` in which an output is wrong."""
+    wanted = wanted.to(out.device)
+    difference = (out.double() - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp(min=1e-3)
+    wrong: Tensor = ~(difference <= scene.tolerance)
+    return wrong
 
 
 def _wrong_tables(scene: Scene) -> Iterator[tuple[str, Tensor]]:
@@ -243,9 +266,7 @@ def _explain_nan(scene: Scene, out: Tensor, place: str, scope: str) -> str:
 
 def locate(scene: Scene, out: Tensor, wanted: Tensor) -> tuple[str, str]:
     """Locate the first wrong row by request and token, and describe which requests or heads are wrong."""
-    wanted = wanted.to(out.device)
-    difference = (out.double() - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp(min=1e-3)
-    bad = ~(difference <= scene.tolerance)
+    bad = _wrong_rows(scene, out, wanted)
     if not bad.any():
         return "no single row", ""
     row = int(bad.any(-1).nonzero()[0])
@@ -311,7 +332,7 @@ def _hypotheses(scene: Scene) -> Iterator[tuple[str, Tensor]]:
         scene.wanted(replace(right, scale=first.scale))[0],
     )
     if case.trees is not None:
-        yield "it treated a draft tree as a chain: each row saw all rows before it", scene.wanted(right)[0]
+        yield "it treated a draft tree as a chain: each row saw all rows before it", scene.wanted(trees=False)[0]
     if case.magnitude != 1.0:
         yield (
             "it masks logits with a finite number, which exceeds very low logits; mask with -inf",
@@ -331,6 +352,11 @@ def _hypotheses(scene: Scene) -> Iterator[tuple[str, Tensor]]:
         multiplied, base_2 = scene.sinks * layer.scale, scene.sinks * math.log(2)
         yield "it multiplied the sinks by the layer's scale; they are logits", scene.wanted(sinks=multiplied)[0]
         yield "it took the sinks for logits in base 2; multiply them by log2(e)", scene.wanted(sinks=base_2)[0]
+        for count in range(2, 9):
+            yield (
+                f"it added the sinks {count} times, such as in each split",
+                scene.wanted(sinks=scene.sinks + math.log(count))[0],
+            )
         if right.cap is not None:
             capped = right.cap * torch.tanh(scene.sinks / right.cap)
             yield "it capped the sinks, which are not capped", scene.wanted(sinks=capped)[0]

@@ -217,7 +217,12 @@ class LinearScene:
                 continue  # this mistake makes no difference in this case
             if relative_error(_heads(found[: self.rows]), _heads(other)) <= self.tolerance:
                 return f"{what}: {message}"
-        return f"{what} is wrong by {error:.1e}; {self.tolerance:.0e} is allowed"
+        right = wanted.to(found.device)
+        away = _heads(found[: self.rows].double() - right).norm(dim=-1) / _heads(right).norm(dim=-1).clamp(min=1e-3)
+        bad = ~(away <= self.tolerance).all(-1)
+        wrong = [request for request, rows in self.spans() if bad[rows].any()]
+        where = f"; requests {', '.join(map(str, wrong))} of {len(self.new)} are wrong" if wrong else ""
+        return f"{what} is wrong by {error:.1e}; {self.tolerance:.0e} is allowed{where}"
 
     def snapshot(self) -> list[Tensor]:
         return [as_bytes(states).clone() for layer in (FIRST, LAYER, LAST) for states in self.states(layer)]

@@ -440,18 +440,23 @@ class Scene:
         return torch.cat(outs)
 
     def wanted(
-        self, rules: Rules | None = None, *, scaled: tuple[bool, bool] = (True, True), sinks: Tensor | bool = True
+        self,
+        rules: Rules | None = None,
+        *,
+        scaled: tuple[bool, bool] = (True, True),
+        sinks: Tensor | bool = True,
+        trees: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """Return expected output and log-sum-exp of all requests, by ``rules`` or the layer's own rules.
 
-        ``sinks``: True for the case's own.
+        ``sinks`` and ``trees``: True for the case's own.
         """
         extra = sinks if isinstance(sinks, Tensor) else self.sinks if sinks else None
         outs, sums = [], []
         for request, q in enumerate(self.q.split(self.new)):
             keys, values = self.stored(request, scaled=scaled)
             request_rules = rules or self.rules()
-            if self.case.trees is not None and rules is None:
+            if self.case.trees is not None and trees:
                 request_rules = replace(request_rules, parents=self.case.trees[request])
             out, lse = attention(q, keys, values, request_rules, extra)
             outs.append(out)

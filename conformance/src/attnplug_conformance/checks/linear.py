@@ -327,7 +327,9 @@ def _graph(context: CheckContext) -> None:
         if not error <= scene.tolerance:
             raise CheckFailure(f"a replay with other slots is wrong by {error:.1e}; read {_READ[mode]} on the device")
         if (found[live:] != 0).any():
-            raise CheckFailure("the output of a padded request or row of a replay is not zero")
+            raise CheckFailure(
+                "the output of a padded request or row of a replay is not zero; padded requests have slot -1"
+            )
     for states, right, before in zip(scene.states(LAYER), [a for a in after if a], scene.before, strict=True):
         for request, slot in enumerate(scene.slots):
             should = right[request] if request < real else before[request].double()

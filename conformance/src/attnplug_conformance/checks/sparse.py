@@ -16,7 +16,7 @@ from attnplug_conformance.arithmetic import NAN, as_bytes, pad_rows, poison, rel
 from attnplug_conformance.case import LAYER, Case
 from attnplug_conformance.check import Check, CheckContext, Measured
 from attnplug_conformance.checks.graphs import Capture, others, requires_graphs
-from attnplug_conformance.diagnosis import check_padding, check_result
+from attnplug_conformance.diagnosis import check_padding, check_result, locate
 from attnplug_conformance.failure import CheckFailure, failure_prefix
 from attnplug_conformance.reference import Rules, ancestors, attention
 from attnplug_conformance.scene import Scene
@@ -196,7 +196,10 @@ def check_selected(context: CheckContext, scene: SparseScene, result: Tensor, su
             raise CheckFailure("it attended to all rows, not to the selected ones")
         if relative_error(result[: len(wanted)], scene.wanted_sparse(fill=True)[0]) <= scene.tolerance:
             raise CheckFailure("it attended to the request's first row for each -1 among the selected rows; skip them")
-        raise CheckFailure(f"attention to the selected rows is wrong by {error:.1e}; {scene.tolerance:.0e} is allowed")
+        first = "first at {}{}".format(*locate(scene, result[: len(wanted)], wanted))
+        raise CheckFailure(
+            f"attention to the selected rows is wrong by {error:.1e}; {scene.tolerance:.0e} is allowed, {first}"
+        )
     check_padding(result, len(wanted))
     if sums is not None:
         lse_error = relative_error(sums[: len(wanted)], wanted_lse)
