@@ -695,6 +695,9 @@ MUTANTS = [
          "base 2"),
         ("real_sink_of_the_group", TOTAL, TOTAL.replace("sinks[:", "sinks[torch.arange(q.shape[1]) // group][:"),
          "mha.sinks.decode", "heads 1, 2, 3"),
+        # flashinfer 4450: a finite mask
+        ("real_mask_of_minus_10000", 'float("-inf"))\n        sums', "-1e4)\n        sums", "mha.large_inputs",
+         "masks logits with a finite number"),
         # sgl-kernel-xpu 487; flashinfer 58
         ("real_lse_of_an_empty_split", "extras.lse[rows] = sums",
          "extras.lse[rows] = sums if layer.sliding_window is None or length <= 256 else float('-inf')",

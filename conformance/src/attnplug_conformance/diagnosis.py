@@ -334,10 +334,11 @@ def _hypotheses(scene: Scene) -> Iterator[tuple[str, Tensor]]:
     if case.trees is not None:
         yield "it treated a draft tree as a chain: each row saw all rows before it", scene.wanted(trees=False)[0]
     if case.magnitude != 1.0:
-        yield (
-            "it masks logits with a finite number, which exceeds very low logits; mask with -inf",
-            scene.wanted(replace(right, masked=-1e3))[0],
-        )
+        for masked in (-1e3, -1e4):
+            yield (
+                "it masks logits with a finite number, which exceeds very low logits; mask with -inf",
+                scene.wanted(replace(right, masked=masked))[0],
+            )
     yield "it applied no causal mask", scene.wanted(replace(right, aligned="none", window=None))[0]
     yield (
         "its causal mask is aligned to the first key, which is wrong with a prefix; align it to the last key",

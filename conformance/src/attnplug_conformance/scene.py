@@ -57,8 +57,8 @@ POISONED = {
     "all": "memory that belongs to no request: beyond the last token, and outside its table",
 }
 """Regions that must not be read, with the message for a backend that reads them."""
-MAX_NEGATIVE_LOGIT = 2000.0
-"""Bound of negative logits. FlashInfer masks with -50,000 before scaling, far below any model's logits."""
+MAX_NEGATIVE_PRODUCT = 40_000.0
+"""Bound of negative products of queries and keys. FlashInfer masks them with -50,000, far below any model's."""
 SCRATCH_BYTES = 1 << 20
 """Number of leading bytes of a workspace that are poisoned and inspected; workspaces may be large."""
 
@@ -181,9 +181,10 @@ class Scene:
     def _lower_first_logits(self) -> None:
         """Give the first query of each request without a prefix, which has a single logit, a very low one.
 
-        Queries whose logits are all lower than ``-MAX_NEGATIVE_LOGIT`` are negated.
+        Queries whose logits are all too low for ``MAX_NEGATIVE_PRODUCT`` are negated.
         """
         scale, groups = self.layer.scale, self.layer.num_heads // self.keys[0].shape[1]
+        most = MAX_NEGATIVE_PRODUCT * scale
         for start, keys, (before, new) in zip(
             accumulate(self.new, initial=0), self.keys, self.case.lengths, strict=False
         ):
@@ -194,10 +195,10 @@ class Scene:
             logits = torch.einsum("qhd,khd->qhk", self.q[rows].double(), unpacked) * scale
             hidden = torch.ones(new, before + new, dtype=torch.bool, device=self.device).triu(before + 1)
             highest = logits.masked_fill(hidden[:, None], float("-inf")).amax(-1, keepdim=True)
-            self.q[rows] = torch.where(highest < -MAX_NEGATIVE_LOGIT, -self.q[rows], self.q[rows])
+            self.q[rows] = torch.where(highest < -most, -self.q[rows], self.q[rows])
             if not before:
                 lowest = scale * unpacked[0].square().sum(-1, keepdim=True)
-                self.q[start] = (-unpacked[0] * (MAX_NEGATIVE_LOGIT / lowest).clamp(max=1.0)).to(self.dtype)
+                self.q[start] = (-unpacked[0] * (most / lowest).clamp(max=1.0)).to(self.dtype)
 
     def _page_table(self) -> tuple[Tensor, int, int]:
         """Return the page table ``[requests, width]`` on the host, the page count, and the page of unused entries."""
