@@ -158,7 +158,8 @@ class TestAnswers:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
             first = started.stdout.readline()
             started.send_signal(signal.SIGINT)
-            rest, printed = started.communicate()
+            # Not communicate(): it loses what readline() has buffered.
+            rest, printed = started.stdout.read(), started.stderr.read()
         lines = [json.loads(line) for line in (first + rest).splitlines()]
         assert started.returncode == 130 and "Traceback" not in printed
         assert f"interrupted: {len(lines)} of 400 prompts were finished" in printed
