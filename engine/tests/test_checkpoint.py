@@ -16,6 +16,7 @@ from attnplug.host import TINY_CONFIGS, ModelConfigError
 from attnplug_engine import Engine
 from attnplug_engine.checkpoints.random import RandomCheckpoint
 from attnplug_engine.checkpoints.safetensors import (
+    INDEX_FILE,
     Checkpoint,
     CheckpointError,
     MissingTensor,
@@ -274,6 +275,21 @@ def test_a_file_that_is_not_safetensors(folder, content):
     with pytest.raises(CheckpointError, match=pattern) as caught:
         load(folder)
     assert caught.value.file == str(path)
+
+
+def test_a_truncated_shard_is_found_before_weights_are_read(folder):
+    """E5."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    files = {name: f"model-{number}.safetensors" for number, name in enumerate(tensors)}
+    for name, file in files.items():
+        save_file({name: tensors[name]}, folder / file)
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": files}))
+    assert Checkpoint.open(folder).files == tuple(sorted(files.values()))
+    last = folder / files[NORM]
+    last.write_bytes(last.read_bytes()[:-2])
+    with pytest.raises(CheckpointError, match="is truncated or not safetensors", check=having(file=str(last))):
+        Checkpoint.open(folder)
 
 
 def test_a_tensor_that_is_missing(folder):

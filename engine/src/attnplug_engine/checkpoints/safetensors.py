@@ -138,8 +138,7 @@ class WeightSource(Protocol):
 
 
 class Checkpoint:
-    """A Hugging Face folder. Files are opened when one of their tensors is first requested; only requested parts are
-    read."""
+    """A Hugging Face folder. Only the headers of its files, and requested parts of tensors, are read."""
 
     def __init__(
         self,
@@ -178,7 +177,10 @@ class Checkpoint:
             checkpoint._files = dict.fromkeys(checkpoint._opened(SINGLE_FILE).keys(), SINGLE_FILE)
             return checkpoint
         if os.path.lexists(folder / INDEX_FILE):
-            return cls(folder, config, _read_index(folder))
+            checkpoint = cls(folder, config, _read_index(folder))
+            for file in checkpoint.files:  # a truncated one is better found now than after an hour
+                checkpoint._opened(file)
+            return checkpoint
         raise _no_weights(folder)
 
     def renamed(self, names: Mapping[str, str], config: Mapping[str, object] | None = None) -> Checkpoint:
