@@ -11,14 +11,14 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from attnplug import UsageError
-from attnplug.host import TINY_CONFIGS, AttnplugError
+from attnplug.host import AttnplugError
 from attnplug.host import load_model as load_spec
 from attnplug_engine import Chat, Engine
 from attnplug_engine.checkpoints.random import RandomCheckpoint
+from attnplug_engine.checkpoints.safetensors import Checkpoint
 from attnplug_engine.cli.prompts import read_prompts
 from attnplug_engine.models.architectures import build_model
 from attnplug_engine.request import SamplingParams
@@ -471,9 +471,11 @@ TEXT, TOKENS = ("--prompt", "hello"), ("--prompts", "-")
 def test_files_that_prompts_need_are_checked_before_weights_are_read(
     arguments, files, named, attnplug, tmp_path, monkeypatch
 ):
-    """E5: reading the weights of this checkpoint fails."""
-    (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIGS["llama"]))
-    save_file({}, tmp_path / "model.safetensors")
+    """E5"""
+    source = RandomCheckpoint.tiny("tiny:llama")
+    build_model(source, load_spec("tiny:llama"), dtype=torch.float32, device="cpu")
+    source.save(tmp_path)
+    monkeypatch.setattr(Checkpoint, "tensor", lambda self, name, *_, **__: pytest.fail(f"{name} was read"))
     monkeypatch.setattr("sys.stdin", io.StringIO('{"prompt_token_ids": [1, 2]}'))
     for name, text in files.items():
         (tmp_path / name).write_text(text)

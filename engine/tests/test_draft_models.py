@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from attnplug.host import TINY_CONFIGS, ModelConfigError
 from attnplug_engine.checkpoints.random import RandomCheckpoint
-from attnplug_engine.checkpoints.safetensors import Checkpoint, MissingTensor, UnusedTensors, WrongDtype
+from attnplug_engine.checkpoints.safetensors import Checkpoint, MissingTensor, UnusedTensors, WrongDtype, WrongShape
 from attnplug_engine.engine import Engine
 from attnplug_engine.models.architectures import load_model
 from attnplug_engine.models.layers import Linear
@@ -474,3 +474,21 @@ def test_a_draft_with_another_vocabulary_is_refused_before_the_target_is_read(al
             speculative_algorithm=algorithm,
             speculative_draft_model=str(tmp_path),
         )
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda tensors: tensors.pop("layers.0.mlp.up_proj.weight"), MissingTensor),
+        (lambda tensors: tensors.update({"layers.1.mlp.up_proj.weight": torch.zeros(96, HIDDEN)}), UnusedTensors),
+        (lambda tensors: tensors.update({"fc.weight": torch.zeros(HIDDEN, HIDDEN)}), WrongShape),
+    ],
+)
+def test_wrong_tensors_of_a_draft_are_found_before_the_target_is_read(change, error, tmp_path, monkeypatch):
+    """E5"""
+    tensors = random_tensors(shapes_of_eagle())
+    change(tensors)
+    save(tmp_path, EAGLE, tensors)
+    unread(monkeypatch)
+    with pytest.raises(error, check=having(settings=("speculative_draft_model",))):
+        Engine(TARGET, device="cpu", speculative_algorithm="eagle", speculative_draft_model=str(tmp_path))

@@ -255,7 +255,7 @@ def _choose_backends(
     except SelectionError:
         # Backends refuse heads that cannot be divided. They do not know which rank counts divide all weights.
         if parallel.size > 1:
-            rank_nbytes(_open_source(model, options, device), spec, parallel.size)
+            rank_nbytes(_open_source(model, options, device), spec, parallel.size, head=not is_embedding)
         raise
     named = options.index_dtype
     formats = registry.kv_format(kv_dtype), device, None if named is None else registry.kv_format(named)
@@ -269,7 +269,7 @@ def _choose_backends(
                 speculation, model, device=device, seed=options.seed, random_weights=options.random_weights
             )
         divided = partial(divide_draft, speculation=speculation, source=draft_source, target_reference=model)
-    weights = rank_nbytes(source, spec, parallel.size, torch_dtype(dtype), divided)
+    weights = rank_nbytes(source, spec, parallel.size, torch_dtype(dtype), divided, head=not is_embedding)
     if speculation is not None and layers is not None:
         draft = choose_draft(registry, asked, problem, speculation, layers, ranking)
         check_codecs(layers.layers, *formats)

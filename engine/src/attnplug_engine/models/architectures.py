@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -130,8 +131,10 @@ ARCHITECTURES: dict[str, Architecture] = {
 """Architectures by the config's ``model_type``. ``docs/adding-an-architecture.md`` shows how to add one."""
 
 
-DivideDraft = Callable[[LoadedModel, torch.dtype], nn.Module]
-"""Builds a rank's part of a draft without values, for a target's. Raises ParallelError if it cannot be divided."""
+class DivideDraft(Protocol):
+    """Builds a rank's part of a draft without values, for a target's. Raises ParallelError if it cannot be divided."""
+
+    def __call__(self, target: LoadedModel, dtype: torch.dtype, *, checked: bool) -> nn.Module: ...
 
 
 class UnknownArchitecture(UsageError):
@@ -171,13 +174,17 @@ def load_model(
     if source is None:
         source = open_source(reference, device=device, seed=seed, random_weights=random_weights)
     if isinstance(source, Checkpoint):
-        if head:
-            architecture = ARCHITECTURES[spec.model_type]
-            tied = {**architecture.defaults, **source.config}.get("tie_word_embeddings") is True
-            if not tied and not holds_weight(source, architecture.head):
-                raise no_head(source, architecture.head)
-        source = with_full_names(source)
+        source = _whole_model(source, spec, head=head)
     return build_model(source, spec, dtype=dtype, device=device, parallel=parallel, head=head, progress=progress)
+
+
+def _whole_model(source: Checkpoint, spec: ModelSpec, *, head: bool) -> Checkpoint:
+    """Return a checkpoint under the tensor names of a whole model. Raises MissingTensor if it lacks the ``head``."""
+    architecture = ARCHITECTURES[spec.model_type]
+    tied = {**architecture.defaults, **source.config}.get("tie_word_embeddings") is True
+    if head and not tied and not holds_weight(source, architecture.head):
+        raise no_head(source, architecture.head)
+    return with_full_names(source)
 
 
 def load_spec(reference: str) -> ModelSpec:
@@ -236,20 +243,25 @@ def build_model(
 ) -> LoadedModel:
     """Build the model that a source's config describes, from the source's weights; without its head if ``head`` is
     False."""
-    architecture = _known(spec.model_type, source.name)
-    config = read_config(source.config, source.name, spec)
     total = len(source.names())  # 0 for random weights, which are drawn on request
     on_read = None if progress is None or not total else lambda done: progress(done, total)
     weights = Weights(source, dtype=dtype, device=torch.device(device), parallel=parallel, head=head, on_read=on_read)
     try:
-        with torch.no_grad():
-            module = architecture.build(weights, config, spec)
+        module = _build(weights, source, spec)
     except ParallelError as error:
         raise error.allowing(rank_counts(source, spec)) from error
-    weights.check_all_taken(_ignored(architecture, config, head=head))
     if torch.device(device).type == "cpu":
         pack_weights(module)
     return LoadedModel(module.eval(), spec.for_rank(parallel.size), source.config)
+
+
+def _build(weights: Weights, source: WeightSource, spec: ModelSpec) -> Decoder:
+    architecture = _known(spec.model_type, source.name)
+    config = read_config(source.config, source.name, spec)
+    with torch.no_grad():
+        module = architecture.build(weights, config, spec)
+    weights.check_all_taken(_ignored(architecture, config, head=weights.head))
+    return module
 
 
 def rank_nbytes(
@@ -258,15 +270,18 @@ def rank_nbytes(
     size: int,
     dtype: torch.dtype = torch.float32,
     divide_draft: DivideDraft | None = None,
+    *,
+    head: bool = True,
 ) -> int:
     """Return the bytes of the weights of a model, and of its draft, on one of ``size`` ranks. No weight is read.
 
-    Raises ParallelError if the ranks cannot divide both, with the numbers that can.
+    Raises ParallelError if the ranks cannot divide both, with the numbers that can, and CheckpointError if tensors are
+    missing, are of other shapes or dtypes, or belong to no part of the model.
     """
     from attnplug_engine.models.weight_shapes import nbytes
 
     try:
-        return nbytes(*_divide_both(source, spec, size, dtype, divide_draft))
+        return nbytes(*_divide_both(source, spec, size, dtype, divide_draft, head=head, checked=True))
     except ParallelError as error:
         raise error.allowing(rank_counts(source, spec, divide_draft)) from error
 
@@ -282,21 +297,35 @@ def rank_counts(source: WeightSource, spec: ModelSpec, divide_draft: DivideDraft
 
 
 def _divide_both(
-    source: WeightSource, spec: ModelSpec, size: int, dtype: torch.dtype, divide_draft: DivideDraft | None
+    source: WeightSource,
+    spec: ModelSpec,
+    size: int,
+    dtype: torch.dtype,
+    divide_draft: DivideDraft | None,
+    *,
+    head: bool = True,
+    checked: bool = False,
 ) -> tuple[nn.Module, ...]:
-    target = divide(source, spec, size, dtype)
-    return (target.module,) if divide_draft is None else (target.module, divide_draft(target, dtype))
+    target = divide(source, spec, size, dtype, head=head, checked=checked)
+    return (target.module,) if divide_draft is None else (target.module, divide_draft(target, dtype, checked=checked))
 
 
-def divide(source: WeightSource, spec: ModelSpec, size: int, dtype: torch.dtype) -> LoadedModel:
-    """Build one rank's part of a model without values. Raises UsageError (ParallelError) if it cannot be divided."""
-    from attnplug_engine.models.weight_shapes import WeightShapes  # imports the quantization schemes
+def divide(
+    source: WeightSource,
+    spec: ModelSpec,
+    size: int,
+    dtype: torch.dtype,
+    *,
+    head: bool = True,
+    checked: bool = False,
+) -> LoadedModel:
+    """Build one rank's part of a model without values. Raises UsageError (ParallelError) if it cannot be divided, and
+    if ``checked``, CheckpointError for tensors that are not the model's."""
+    from attnplug_engine.models.weight_shapes import shapes_of  # imports the quantization schemes
 
-    config = read_config(source.config, source.name, spec)
     if isinstance(source, Checkpoint):
-        source = with_full_names(source)
-    with torch.no_grad():
-        module = _known(spec.model_type, source.name).build(WeightShapes.of(source, size, dtype), config, spec)
+        source = _whole_model(source, spec, head=head) if checked else with_full_names(source)
+    module = _build(shapes_of(source, size, dtype, head=head, checked=checked), source, spec)
     return LoadedModel(module, spec.for_rank(size), source.config)
 
 

@@ -1,4 +1,4 @@
-"""Weights without values, to find out how ranks divide a model, and what it takes, before any is read."""
+"""Weights without values: what a model takes, how ranks divide it, and whether a checkpoint has its tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from attnplug_engine.checkpoints.safetensors import WeightSource
+from attnplug_engine.checkpoints.safetensors import Checkpoint, CheckpointHeaders, WeightSource
 from attnplug_engine.models.weights import SourceTensors, WeightRows, Weights
 from attnplug_engine.parallel.collectives import FirstRank
 from attnplug_engine.quantization.mxfp4 import Mxfp4
@@ -25,10 +25,6 @@ class WeightShapes(Weights):
 
     Nothing is read but the dtypes of tensors, which say what is quantized. Large tensors have no memory.
     """
-
-    @classmethod
-    def of(cls, source: WeightSource, ranks: int, dtype: torch.dtype) -> WeightShapes:
-        return cls(source, dtype=dtype, device=_META, parallel=FirstRank(ranks))
 
     def take(
         self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None, exact: bool = False
@@ -84,9 +80,70 @@ class WeightShapes(Weights):
         columns: slice | None = None,
     ) -> QuantizedWeight:
         parts = [WeightRows("", out, rows or slice(0, out))]
-        weight = self.empty_quantized(Mxfp4(), parts, in_features, columns=columns, experts=experts)
-        self.fill_quantized(weight, parts, in_features, columns=columns)
-        return weight
+        scheme = Mxfp4()
+        scheme.check_shape(SourceTensors(self, ""), out, in_features)
+        scheme.own_columns(columns, in_features, self.parallel.size)
+        return self.empty_quantized(scheme, parts, in_features, columns=columns, experts=experts)
+
+
+class CheckedShapes(WeightShapes):
+    """Weights of the shapes that a checkpoint stores. Raises CheckpointError like ``Weights``, except for wrong values,
+    which are not read."""
+
+    check = Weights.check
+    check_all_taken = Weights.check_all_taken
+    experts_to_fill = Weights.experts_to_fill
+    kv_scales = Weights.kv_scales
+
+    def take(
+        self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None, exact: bool = False
+    ) -> Tensor:
+        self._read(name, shape, rows, columns)
+        return super().take(name, *shape, rows=rows, columns=columns, exact=exact)
+
+    def integers(self, name: str, *shape: int, below: int) -> Tensor:
+        Weights.integers(self, name, *shape, below=below)
+        return super().integers(name, *shape, below=below)
+
+    def fill(self, target: Tensor, suffix: str, parts: Sequence[WeightRows]) -> None:
+        for part in parts:
+            self._read(f"{part.name}.{suffix}", (part.total, *target.shape[1:]), part.own, None)
+
+    def fill_quantized(
+        self,
+        target: QuantizedWeight,
+        parts: Sequence[WeightRows],
+        in_features: int,
+        *,
+        columns: slice | None = None,
+    ) -> None:
+        for part in parts:
+            self._load_quantized(target.scheme, part.name, (part.total, in_features), part.own, columns)
+
+    def expert_stack(
+        self,
+        name: str,
+        experts: int,
+        out: int,
+        in_features: int,
+        *,
+        rows: slice | None = None,
+        order: Tensor | None = None,
+        columns: slice | None = None,
+    ) -> QuantizedWeight:
+        shape, ranks = (experts, out, in_features), self.parallel.size
+        Mxfp4().load_experts(SourceTensors(self, ""), name, shape, rows=rows, columns=columns, ranks=ranks)
+        return super().expert_stack(name, experts, out, in_features, rows=rows, order=order, columns=columns)
+
+
+def shapes_of(
+    source: WeightSource, ranks: int, dtype: torch.dtype, *, head: bool = True, checked: bool = False
+) -> WeightShapes:
+    """Return a source's weights without values; ``checked`` ones if it is a checkpoint."""
+    parallel = FirstRank(ranks)
+    if checked and isinstance(source, Checkpoint):
+        return CheckedShapes(CheckpointHeaders.of(source), dtype=dtype, device=_META, parallel=parallel, head=head)
+    return WeightShapes(source, dtype=dtype, device=_META, parallel=parallel, head=head)
 
 
 def nbytes(*modules: nn.Module) -> int:

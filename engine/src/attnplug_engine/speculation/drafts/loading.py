@@ -135,13 +135,20 @@ def open_draft(
 
 
 def divide_draft(
-    target: LoadedModel, dtype: torch.dtype, *, speculation: Speculation, source: WeightSource, target_reference: str
+    target: LoadedModel,
+    dtype: torch.dtype,
+    *,
+    checked: bool,
+    speculation: Speculation,
+    source: WeightSource,
+    target_reference: str,
 ) -> nn.Module:
     """Build one rank's part of a draft without values, for a target's part of the same kind.
 
     Raises ParallelError if it cannot be divided, and whatever else ``load_draft`` finds without reading weights.
+    Tensors are ``checked`` as in ``divide``.
     """
-    from attnplug_engine.models.weight_shapes import WeightShapes  # imports the quantization schemes
+    from attnplug_engine.models.weight_shapes import shapes_of  # imports the quantization schemes
 
     spec, size = draft_spec(speculation, target_reference), target.spec.ranks
     try:
@@ -150,10 +157,10 @@ def divide_draft(
                 even_part(layer.num_heads, FirstRank(size), "attention heads")
                 kv_head_part(layer.num_kv_heads, FirstRank(size))
             if speculation.algorithm is Algorithm.STANDALONE:
-                draft = divide(source, spec, size, dtype)
+                draft = divide(source, spec, size, dtype, checked=checked)
                 _check_vocabulary(speculation, draft, target, target_reference)
                 return draft.module
-            weights = WeightShapes.of(source, size, dtype)
+            weights = shapes_of(source, size, dtype, checked=checked)
             return _build_draft(weights, source, speculation, spec, target, target_reference)
     except ParallelError as error:
         problem = f"the draft {source.name!r}: {error.problem}"
