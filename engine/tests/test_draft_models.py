@@ -461,6 +461,14 @@ def test_ranks_that_cannot_divide_a_draft_are_refused_before_the_target_is_read(
         Engine(str(tmp_path / "target"), parallel=Threads(size).rank(0), random_weights=True, device="cpu", **options)
 
 
+def test_the_rank_counts_of_refused_heads_are_those_that_divide_the_draft_too(tmp_path):
+    """E5: backends refuse 3 ranks for 4 heads before the draft is divided."""
+    (tmp_path / "config.json").write_text(json.dumps({**TINY_CONFIGS["llama"], "intermediate_size": 98}))
+    options = {"speculative_algorithm": "standalone", "speculative_draft_model": str(tmp_path)}
+    with pytest.raises(ParallelError, check=having(what="attention heads", size=3, fitting=(1, 2))):
+        Engine("tiny:llama", parallel=Threads(3).rank(0), random_weights=True, device="cpu", **options)
+
+
 @pytest.mark.parametrize("algorithm", ["standalone", "eagle"])
 def test_a_draft_with_another_vocabulary_is_refused_before_the_target_is_read(algorithm, tmp_path, monkeypatch):
     """E5"""

@@ -36,7 +36,7 @@ WAITING = """
 import os, sys, threading
 from attnplug.machine import interrupt
 from attnplug import UsageError
-from attnplug.host import TINY_CONFIGS, AttnplugError
+from attnplug.host import AttnplugError
 from attnplug.cli.app import add_command
 from attnplug_engine.parallel import ranks
 
@@ -406,3 +406,17 @@ def test_the_rank_counts_of_a_refusal_are_those_that_divide_the_draft_too(attnpl
     arguments = ("--model", "tiny:llama", "--prompt", "x", "--tensor-parallel", "3", "--device", "cpu")
     outcome = attnplug("run", *arguments, *draft)
     assert not missing_values(outcome.err, "4 heads", "3 ranks", "--tensor-parallel 1 or 2"), outcome.err
+
+
+@pytest.mark.parametrize(
+    ("draft", "named"),
+    [
+        (("mtp",), ("'llama'", "multi-token prediction")),
+        (("eagle", "--speculative-draft-model", "nowhere"), ("'nowhere'", "--speculative-draft-model")),
+    ],
+)
+def test_a_draft_that_no_number_of_ranks_can_run_is_named_instead(draft, named, attnplug: Attnplug, no_process):
+    """E5"""
+    arguments = ("--model", "tiny:llama", "--prompt", "x", "--tensor-parallel", "3", "--device", "cpu")
+    outcome = attnplug("run", *arguments, "--speculative-algorithm", *draft)
+    assert outcome.code == 2 and not missing_values(outcome.err, *named), outcome.err

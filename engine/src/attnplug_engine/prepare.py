@@ -249,28 +249,23 @@ def _choose_backends(
     _check_model(spec, options, device)
     asked = BackendRequest(options.attention_backend, options.role_backends, options.backend_options)
     ranking = default_ranking(registry, problem, per_batch=True)
-    request = target_request(registry, asked, problem, speculation, ranking)
+    request, head = target_request(registry, asked, problem, speculation, ranking), not is_embedding
     try:
         selection = choose_importable(registry, request, problem, ranking)
     except SelectionError:
         # Backends refuse heads that cannot be divided. They do not know which rank counts divide all weights.
         if parallel.size > 1:
-            rank_nbytes(_open_source(model, options, device), spec, parallel.size, head=not is_embedding)
+            _open_sources(model, options, spec, device, parallel.size, torch_dtype(dtype), head=head)
         raise
     named = options.index_dtype
     formats = registry.kv_format(kv_dtype), device, None if named is None else registry.kv_format(named)
     check_codecs(spec.layers, *formats)
-    source = _open_source(model, options, device)
-    draft = draft_source = divided = layers = None
+    source, draft_source, weights = _open_sources(
+        model, options, spec, device, parallel.size, torch_dtype(dtype), head=head
+    )
+    draft = None
     if speculation is not None and speculation.has_model:
-        with naming_draft(speculation):
-            layers = draft_spec(speculation, model)
-            draft_source = open_draft(
-                speculation, model, device=device, seed=options.seed, random_weights=options.random_weights
-            )
-        divided = partial(divide_draft, speculation=speculation, source=draft_source, target_reference=model)
-    weights = rank_nbytes(source, spec, parallel.size, torch_dtype(dtype), divided, head=not is_embedding)
-    if speculation is not None and layers is not None:
+        layers = draft_spec(speculation, model)
         draft = choose_draft(registry, asked, problem, speculation, layers, ranking)
         check_codecs(layers.layers, *formats)
     return BackendChoice(
@@ -366,6 +361,28 @@ def _open_source(model: str, options: EngineOptions, device: torch.device) -> We
             settings=["batch_invariant"],
         )
     return source
+
+
+def _open_sources(
+    model: str,
+    options: EngineOptions,
+    spec: ModelSpec,
+    device: torch.device,
+    ranks: int,
+    dtype: torch.dtype,
+    *,
+    head: bool,
+) -> tuple[WeightSource, WeightSource | None, int]:
+    """Return the sources of a model and of its draft, and the bytes of a rank's weights. No weight is read.
+
+    Raises ParallelError if the ranks cannot divide both.
+    """
+    source, speculation = _open_source(model, options, device), options.speculation
+    if speculation is None or not speculation.has_model:
+        return source, None, rank_nbytes(source, spec, ranks, dtype, head=head)
+    draft = open_draft(speculation, model, device=device, seed=options.seed, random_weights=options.random_weights)
+    divided = partial(divide_draft, speculation=speculation, source=draft, target_reference=model)
+    return source, draft, rank_nbytes(source, spec, ranks, dtype, divided, head=head)
 
 
 def _memory_plan(choice: BackendChoice) -> MemoryPlan:

@@ -288,6 +288,7 @@ def rank_nbytes(
 
 def rank_counts(source: WeightSource, spec: ModelSpec, divide_draft: DivideDraft | None = None) -> list[int]:
     """Return the numbers of ranks that can divide all heads and weights of a model, and of its draft."""
+    _divide_both(source, spec, 1, torch.float32, divide_draft)  # raise what no number of ranks avoids
     fitting = [1]
     for size in range(2, max(layer.num_heads for layer in spec.layers) + 1):
         with suppress(UsageError):

@@ -131,7 +131,9 @@ def open_draft(
 ) -> WeightSource:
     """Return the source of a draft's weights: the target's own for multi-token prediction."""
     reference = target_reference if speculation.draft_model is None else speculation.draft_model
-    return open_source(reference, device=device, seed=seed, random_weights=random_weights)
+    with naming_draft(speculation):
+        draft_spec(speculation, target_reference)  # its errors are more specific
+        return open_source(reference, device=device, seed=seed, random_weights=random_weights)
 
 
 def divide_draft(
