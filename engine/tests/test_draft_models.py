@@ -18,7 +18,7 @@ from attnplug_engine.models.architectures import load_model
 from attnplug_engine.models.layers import Linear
 from attnplug_engine.parallel.collectives import SINGLE, ParallelError
 from attnplug_engine.settings.speculation import Algorithm, Speculation
-from attnplug_engine.speculation.drafts.loading import draft_spec, load_draft
+from attnplug_engine.speculation.drafts.loading import draft_spec, load_draft, open_draft
 from attnplug_engine.speculation.drafts.model import LAST, NOTHING, DraftError, HiddenInputs
 from attnplug_testing.draft_checkpoints import (
     HIDDEN,
@@ -43,8 +43,9 @@ TABLE = torch.randn(VOCAB, 3 * HIDDEN, generator=torch.Generator().manual_seed(2
 def loaded(algorithm, reference, *, target=TARGET, parallel=SINGLE, **keys):
     with_head = load_model(target, dtype=torch.float32, device="cpu", parallel=parallel)
     speculation = Speculation(Algorithm(algorithm), None if reference is None else str(reference), steps=3)
+    source = open_draft(speculation, target, device="cpu", **keys)
     same = {"dtype": torch.float32, "device": "cpu", "parallel": parallel}
-    return with_head, load_draft(speculation, with_head, target, **same, **keys)
+    return with_head, load_draft(speculation, source, with_head, target, **same)
 
 
 def run(make_stage, draft, table, sequences):

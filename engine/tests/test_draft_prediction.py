@@ -13,7 +13,7 @@ from attnplug_engine.checkpoints.safetensors import MissingTensor, UnusedTensors
 from attnplug_engine.models.architectures import load_model
 from attnplug_engine.parallel.collectives import SINGLE
 from attnplug_engine.settings.speculation import Algorithm, Speculation
-from attnplug_engine.speculation.drafts.loading import draft_spec, load_draft
+from attnplug_engine.speculation.drafts.loading import draft_spec, load_draft, open_draft
 from attnplug_engine.speculation.drafts.model import LAST, DraftError
 from attnplug_testing.draft_checkpoints import (
     HIDDEN,
@@ -37,7 +37,8 @@ TABLE = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(2))
 def loaded(folder, *, steps=1, parallel=SINGLE, **keys):
     target = load_model(str(folder), dtype=torch.float32, device="cpu", parallel=parallel, **keys)
     speculation = Speculation(Algorithm.MTP, None, steps=steps)
-    draft = load_draft(speculation, target, str(folder), dtype=torch.float32, device="cpu", parallel=parallel, **keys)
+    source = open_draft(speculation, str(folder), device="cpu", **keys)
+    draft = load_draft(speculation, source, target, str(folder), dtype=torch.float32, device="cpu", parallel=parallel)
     return target, draft
 
 

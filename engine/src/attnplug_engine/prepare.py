@@ -212,24 +212,22 @@ def prepare(
         dtype=choice.dtype,
         device=choice.device,
         parallel=choice.parallel,
-        seed=options.seed,
-        random_weights=options.random_weights,
         progress=progress,
         head=not is_embedding,
         source=source,
     )
     loaded.module.batch_invariant = options.batch_invariant
     draft, speculation = None, options.speculation
-    if speculation is not None and choice.draft is not None:
+    if speculation is not None and choice.draft_source is not None:
         with naming_draft(speculation):
             draft = load_draft(
                 speculation,
+                choice.draft_source,
                 loaded,
                 model,
                 dtype=choice.dtype,
                 device=choice.device,
                 parallel=choice.parallel,
-                source=choice.draft_source,
             )
     return Prepared(choice, encoder, ends, loaded, draft)
 

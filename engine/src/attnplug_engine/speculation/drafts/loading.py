@@ -95,23 +95,17 @@ def draft_spec(speculation: Speculation, target_reference: str) -> ModelSpec:
 
 def load_draft(
     speculation: Speculation,
+    source: WeightSource,
     target: LoadedModel,
     target_reference: str,
     *,
     dtype: torch.dtype,
     device: torch.device | str,
     parallel: TensorParallel = SINGLE,
-    seed: int = 0,
-    random_weights: bool = False,
-    source: WeightSource | None = None,
 ) -> DraftModel:
-    """Load the draft model for a target. Raises UsageError (DraftError, CheckpointError, …).
-
-    With ``random_weights`` only configs are read. ``source`` is the result of ``open_draft``, if the caller has it.
-    """
+    """Load the draft model for a target from ``open_draft``'s source. Raises UsageError (DraftError, CheckpointError,
+    …)."""
     spec = draft_spec(speculation, target_reference)
-    if source is None:
-        source = open_draft(speculation, target_reference, device=device, seed=seed, random_weights=random_weights)
     if speculation.algorithm is Algorithm.STANDALONE:
         reference = _draft_model(speculation)
         loaded = load_model(reference, dtype=dtype, device=device, parallel=parallel, source=source)
