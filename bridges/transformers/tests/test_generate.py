@@ -162,19 +162,23 @@ def test_a_paged_cache_refuses_models_that_cache_something_else():
         PagedCache(hybrid)
 
 
-def test_a_paged_cache_is_refused_where_generate_passes_tokens_again():
+def test_a_paged_cache_is_refused_for_a_config_with_which_generate_passes_tokens_again():
     """transformers' own caches give other tokens then, without a word."""
     with pytest.raises(BridgeError, check=naming("use_cache", "generation_config", "past_key_values")):
         PagedCache(LlamaConfig(use_cache=False))
-    with pytest.raises(BridgeError, check=naming(6, 5, "use_cache=True", "attention_mask")):
-        generated(
-            "llama",
-            NATIVE,
-            padded([5, 4]),
-            max_new_tokens=3,
-            use_cache=False,
-            past_key_values=PagedCache(CONFIGS["llama"]),
-        )
+
+
+@pytest.mark.parametrize(
+    ("name", "lens", "named"),
+    [
+        ("llama", [5], ("PagedCache", "use_cache=True")),
+        ("gemma2", [5, 4], (6, 5, "use_cache=True", "attention_mask")),  # its attention does not get use_cache
+    ],
+)
+def test_a_paged_cache_is_refused_where_generate_passes_tokens_again(name, lens, named):
+    cache = PagedCache(CONFIGS[name])
+    with pytest.raises(BridgeError, check=naming(*named)):
+        generated(name, NATIVE, padded(lens), max_new_tokens=3, use_cache=False, past_key_values=cache)
 
 
 def test_a_paged_cache_refuses_padding_that_changes():

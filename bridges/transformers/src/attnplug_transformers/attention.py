@@ -106,6 +106,11 @@ class AttentionFunction:
                 self._static.build()  # now: the next step may be one that a CUDA graph captures
             pages = self._store.pages(layer, query, step.limits)
         else:
+            if others.get("use_cache") is False:
+                raise BridgeError(
+                    "a PagedCache is passed with use_cache=False, with which generate passes cached tokens again; pass "
+                    "use_cache=True, or leave past_key_values out"
+                )
             _check_shapes(module, query, key, step, step.queries)
             pages, layer = paged_layer.pages(module, self._request, layer, query, step)
         batch, slots = step.planned(pages)
