@@ -156,14 +156,13 @@ def _allowed_ranks(parsed: argparse.Namespace, speculation: Speculation | None) 
     with signals.exit_immediately():
         from attnplug_engine.models.architectures import load_spec, open_source, rank_counts
         from attnplug_engine.parallel.collectives import allowed_ranks
-        from attnplug_engine.speculation.drafts.loading import divide_draft as divide
-        from attnplug_engine.speculation.drafts.loading import open_draft
+        from attnplug_engine.speculation.drafts.loading import divide_draft, open_draft
     random = getattr(parsed, "random_weights", False)
-    source, divide_draft = open_source(parsed.model, device="cpu", random_weights=random), None
+    source, divided = open_source(parsed.model, device="cpu", random_weights=random), None
     if speculation is not None and speculation.has_model:
         draft = open_draft(speculation, parsed.model, device="cpu", random_weights=random)
-        divide_draft = partial(divide, speculation=speculation, source=draft, target_reference=parsed.model)
-    return allowed_ranks(rank_counts(source, load_spec(parsed.model), divide_draft))
+        divided = partial(divide_draft, speculation=speculation, source=draft, target_reference=parsed.model)
+    return allowed_ranks(rank_counts(source, load_spec(parsed.model), divided))
 
 
 def number_of_ranks(parsed: argparse.Namespace) -> int:
