@@ -14,7 +14,7 @@ from attnplug.declare.spec import BackendSpec, Registered
 AUTO = "auto"
 _UNRELATED = (RefusalCode.ROLE, RefusalCode.KIND)
 _FAR: dict[str, int] = dict.fromkeys((*_UNRELATED, RefusalCode.DEVICE, RefusalCode.SM, RefusalCode.ARCHITECTURE), 100)
-"""Codes of refusals that no other setting helps against. Each counts like many of others."""
+"""Weights of refusals that only another backend or another device avoids. All others weigh 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Candidate:
 
     @property
     def distance(self) -> int:
-        """Number of refusals, of which some count as 100."""
+        """Sum of the refusals' weights. The candidate with the smallest one needs the fewest changes."""
         return sum(_FAR.get(refusal.code, 1) for refusal in self.refusals)
 
 

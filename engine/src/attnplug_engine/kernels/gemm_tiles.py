@@ -43,7 +43,7 @@ class GemmConfig:
 
     @property
     def preloads(self) -> bool:
-        """It is one of ``preloaded_gemm``."""
+        """True if it is a configuration of ``preloaded_gemm``."""
         return self.stages > 0 and not self.tiles
 
 

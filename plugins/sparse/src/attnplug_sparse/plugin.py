@@ -68,8 +68,8 @@ def attnplug_kv_formats() -> list[KVFormat]:
 
 
 def _check_layers(problem: Problem, role: Role | None, options: None) -> Iterator[Refusal]:
-    """Refuse models without sparse or compressed layers, which ``torch_native`` serves faster, and levels of
-    compressed ones that have not been compared."""
+    """Refuse models without sparse or compressed layers, which ``torch_native`` serves faster, and levels of invariance
+    of compressed layers that are tested on a CPU only."""
     model = problem.model
     if model is None or role is Role.LINEAR or not model.full_layers:
         return

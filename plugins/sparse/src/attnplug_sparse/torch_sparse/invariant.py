@@ -23,8 +23,8 @@ class EntryTiles(RowTiles):
     """Tiles of a batch's query rows whose keys are entries of ``ratio`` tokens each, by number.
 
     Slots are those of the windows' last tokens. ``spans`` are the first and last entries of each group, ``lens`` the
-    numbers of complete windows, and ``shape`` those of a tile's rows and keys. Behind a request's last entry, that one
-    is repeated; without any, the first window's slot is, and no row sees it.
+    numbers of complete windows, and ``shape`` a tile's numbers of rows and of keys. Behind a request's last entry, that
+    one is repeated. A request without entries repeats its first window's slot, which no row sees.
     """
 
     ratio: int
