@@ -184,6 +184,7 @@ def test_blocks_of_the_library(outputs, inputs, gated, device, blocks_of_32, mon
     """E3: with bias and residual, in parts and gated. The interpreter adds whole numbers, as above."""
     from attnplug_engine.kernels import invariant_gemm
 
+    monkeypatch.setattr(invariant_gemm, "LIBRARY_ROWS", (32, 8))
     if device == "cpu":
         monkeypatch.setattr(invariant_gemm, "_agrees", lambda *_, gated: True)
     dtype = torch.bfloat16 if device == "cuda" else torch.float16
@@ -196,8 +197,8 @@ def test_blocks_of_the_library(outputs, inputs, gated, device, blocks_of_32, mon
         added = None if onto is None else onto[start:stop]
         return invariant_gemm.invariant_gemm(rows[start:stop], weight, bias=bias, gated=gated, onto=added)
 
-    whole = run(wider, 0, 75)
-    assert device == "cuda" or [one.shape[0] for one in blocks_of_32] == [32] * 2 * (1 if gated else 2)
+    whole, parts = run(wider, 0, 75), 1 if gated else 2
+    assert device == "cuda" or [one.shape[0] for one in blocks_of_32] == [32] * 2 * parts + [8] * parts
     for start, stop in ((0, 31), (32, 63), (60, 75)):
         assert torch.equal(run(x, start, stop), whole[start:stop])
     assert torch.equal(run(x, 11, 75), whole[11:]) and torch.equal(run(x, 0, 64), whole[:64])

@@ -22,8 +22,8 @@ def with_head(case, make_oracle, target: Path, *, nest: bool = False, drop: str 
     """Write a checkpoint whose head is quantized too; return the path of the dequantized one."""
     _, changes, config, quantize = CASES[case]
     folder = make_oracle("llama", **changes).folder
-    drop_embedding = (lambda tensors: tensors.pop(drop)) if drop is not None else lambda tensors: None
-    plain = quantized(folder, target, {**config, "ignore": []}, quantize, "nothing", drop_embedding)
+    everything = {**config, "ignore": []}
+    plain = quantized(folder, target, everything, quantize, "nothing", lambda tensors: tensors.pop(drop, None))
     if drop is not None:
         tensors = load_file(plain / "model.safetensors")
         del tensors[drop]
