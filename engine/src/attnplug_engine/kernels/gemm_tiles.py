@@ -128,7 +128,7 @@ def choose(
 ) -> GemmConfig | None:
     """Return the configuration of ``skinny_gemm`` for these tensors; None if a library is faster, or the only option.
 
-    It depends on shapes only, so it is the same for every call with the same number of rows. ``long_wait``: several
+    It depends on no values, so it is the same for every call with the same number of rows. ``long_wait``: several
     short kernels run before this product.
     """
     if x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
