@@ -256,6 +256,12 @@ def test_every_check_has_a_requirement_and_a_claim():
     assert all(check.requirement and check.claim and check.name.count(".") >= 1 for check in all_checks())
 
 
+@pytest.mark.parametrize("page_size", [1, 2, 3, 16, 48, 512])
+def test_no_case_has_a_negative_length(page_size):
+    cases = {name: check.case(page_size, 1100) for name, check in CHECKS.items() if check.case is not None}
+    assert not {name for name, case in cases.items() if any(min(each) < 0 for each in case.lengths)}
+
+
 def test_the_quick_run_has_a_check_of_every_claim_of_the_layers_themselves():
     quick = {check.claim for check in all_checks() if check.quick}
     assert {"mha", "mla", "linear", "lse", "window", "cap", "sinks", "out", "trees", "graphs", "mla as mha"} <= quick

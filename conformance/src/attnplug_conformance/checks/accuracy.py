@@ -138,7 +138,7 @@ INPUTS: dict[str, tuple[str, bool, Shape]] = {
     "extend.at_the_limits": (
         "an extend is right if a batch reaches the context's limits",
         False,
-        lambda p, longest: Case(((p + 3, 2 * p - 3), (0, 3 * p)), at_limits=True),
+        lambda p, longest: Case(((p + 3, max(2 * p - 3, 1)), (0, 3 * p)), at_limits=True),
     ),
     "mixed": (
         "a mixed batch is right: some requests have one new token, others many",
