@@ -6,18 +6,23 @@ import json
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from errno import ENOMEM
 from functools import partial
 from importlib.metadata import version
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
-from attnplug import UsageError
+from attnplug import AttentionKind, DType, UsageError
 from attnplug.declare.version import CONTRACT_VERSION
+from attnplug_conformance.case import Case
 from attnplug_conformance.catalog import all_checks
 from attnplug_conformance.processes import results
 from attnplug_conformance.report import as_html, as_json, as_junit, lines
 from attnplug_conformance.runner import Status, read_expected, required_contract, run_check, run_checks
+from attnplug_conformance.scene_pools import MAX_INT32, WideStates
+from attnplug_conformance.subject import linear_dims
 from attnplug_conformance.testing import assert_check
 from attnplug_testing.errors import raises_naming
 from kit_subjects import CHECKS, subject, text
@@ -254,6 +259,28 @@ def test_the_reports_hold_every_check():
 
 def test_every_check_has_a_requirement_and_a_claim():
     assert all(check.requirement and check.claim and check.name.count(".") >= 1 for check in all_checks())
+
+
+@pytest.mark.parametrize("name", ["mha.pages.wide", "mha.strided.wide", "mha.strides.wide", "gdn.slots.wide"])
+def test_a_check_is_refused_where_address_space_is_short(name, monkeypatch):
+    """As with ``ulimit -v``: that is no fault of the backend."""
+
+    def too_large(*_):
+        raise OSError(ENOMEM, "Cannot allocate memory")
+
+    good = "linear" if name.startswith("gdn") else "mha"
+    monkeypatch.setattr("mmap.mmap", too_large)
+    result = run_check(CHECKS[name], subject("good", text(good)))
+    assert result.status is Status.REFUSED and "GiB of address space" in result.message
+
+
+@pytest.mark.parametrize("kind", [kind for kind in AttentionKind if kind.is_linear])
+def test_a_gpu_has_room_for_states_whose_offsets_exceed_32_bits(kind):
+    layers = Case((), kind=kind, linear=linear_dims(kind, 64, 64), dtype=DType.BFLOAT16, page_size=16).layers
+    pool = WideStates(layers, num_slots=5, dtype=DType.BFLOAT16, device=torch.device("meta"))
+    states = [one for each in pool.layer_ids for one in (pool.recurrent(each), pool.conv(each)) if one is not None]
+    assert max(one.numel() for one in states) > MAX_INT32
+    assert sum(one.numel() * one.element_size() for one in states) < 30 << 30
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 16, 48, 512])

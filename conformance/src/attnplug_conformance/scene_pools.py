@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import mmap
 import os
@@ -106,14 +107,19 @@ def _memory_of(
 
 
 class WideStates(LinearStatePool):
-    """States of linear layers, of which only the last ``num_slots`` are used. Their offsets exceed 32 bits."""
+    """States of linear layers, of which only the last ``num_slots`` are used. Their offsets exceed 32 bits.
+
+    On a GPU those of the larger states of a layer do, which are the recurrent ones if there are any.
+    """
 
     def __init__(self, layers: Sequence[LayerSpec], *, num_slots: int, dtype: DType, device: torch.device) -> None:
         super().__init__(layers, num_slots=1, dtype=dtype, device=device)
         like = LinearStatePool(layers, num_slots=1, dtype=dtype, device=device)
         both = {layer_id: (like.recurrent(layer_id), like.conv(layer_id)) for layer_id in like.layer_ids}
-        least = min(one.numel() for each in both.values() for one in each if one is not None)
-        self.num_slots = MAX_INT32 // least + 1 + num_slots
+        sizes = [one.numel() for each in both.values() for one in each if one is not None]
+        # A GPU has no room for as many slots as convolution states need: 268 GiB with those of Mamba2.
+        size = min(sizes) if device.type == "cpu" else max(sizes)
+        self.num_slots = MAX_INT32 // size + 1 + num_slots
         self._wide = {layer_id: [self._widened(one) for one in each] for layer_id, each in both.items()}
 
     def _widened(self, one: Tensor | None) -> Tensor | None:
@@ -138,12 +144,22 @@ def far_apart(rows: Tensor) -> Tensor:
 
 
 def _untouched(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return memory that is not written. On a CPU it is a sparse file, which takes no room until it is used."""
+    """Return memory that is not written. On a CPU it is a sparse file, which takes no room until it is used.
+
+    Raises :class:`Unclaimed` if there is too little memory or, on a CPU, address space (``ulimit -v``).
+    """
     nbytes = count * dtype.itemsize
     if device.type == "cpu":
-        with os.fdopen(os.memfd_create("cache"), "r+b") if hasattr(os, "memfd_create") else TemporaryFile() as file:
-            file.truncate(nbytes)
-            return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8).view(dtype)
-    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < nbytes:
-        raise Unclaimed(f"the check needs {nbytes >> 30} GiB of the GPU's memory")
+        try:
+            with os.fdopen(os.memfd_create("cache"), "r+b") if hasattr(os, "memfd_create") else TemporaryFile() as file:
+                file.truncate(nbytes)
+                memory = mmap.mmap(file.fileno(), nbytes)
+        except OSError as error:
+            raise Unclaimed(f"the check needs {nbytes >> 30} GiB of address space: {error.strerror}") from error
+        return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
+    if device.type == "cuda":
+        gc.collect()  # memory of earlier checks may be in reference cycles
+        torch.cuda.empty_cache()
+        if torch.cuda.mem_get_info(device)[0] < nbytes:
+            raise Unclaimed(f"the check needs {nbytes >> 30} GiB of the GPU's memory")
     return torch.empty(count, dtype=dtype, device=device)
