@@ -22,6 +22,7 @@ from attnplug_conformance.processes import results
 from attnplug_conformance.report import as_html, as_json, as_junit, lines
 from attnplug_conformance.runner import Status, read_expected, required_contract, run_check, run_checks
 from attnplug_conformance.scene_pools import MAX_INT32, WideStates
+from attnplug_conformance.stored_rows import coded_formats
 from attnplug_conformance.subject import linear_dims
 from attnplug_conformance.testing import assert_check
 from attnplug_testing.errors import raises_naming
@@ -177,6 +178,12 @@ def test_after_three_deaths_nothing_else_is_run():
 def test_a_check_that_is_not_claimed_has_the_backends_own_refusal():
     result = run_check(CHECKS["mha.window.decode"], claiming(features=frozenset(), extras=frozenset()))
     assert result.status is Status.REFUSED and "sliding_window" in result.message
+
+
+@pytest.mark.parametrize("format", [format.name for format in coded_formats("mha")])
+def test_two_layers_have_scales_of_their_own_also_if_a_backend_reads_one_format_only(format):
+    result = run_check(CHECKS["mha.two_layers"], claiming(kv_dtypes=frozenset({format})))
+    assert result.status is Status.PASSED, result.message
 
 
 def test_claiming_nothing_that_can_run_does_not_pass():
