@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,9 +12,12 @@ import torch
 from attnplug import AttentionKind, LayerSpec, MHAPool, MLAPool
 from attnplug.host import MLADims
 from attnplug_conformance.arithmetic import as_bytes
+from attnplug_conformance.case import Case
 from attnplug_conformance.catalog import all_checks
+from attnplug_conformance.diagnosis import check_output
+from attnplug_conformance.failure import CheckFailure
 from attnplug_conformance.reference import Rules, attention, entries, tree_bits
-from attnplug_conformance.scene import Scene
+from attnplug_conformance.scene import Output, Scene
 from attnplug_conformance.stored_rows import StoredRows, coded_formats
 from attnplug_conformance.testing import subject_of
 
@@ -115,3 +119,13 @@ def test_large_inputs_are_right_with_a_mask_that_no_model_comes_near(kind, name)
     rules = scene.rules()
     wanted, found = (scene.wanted(replace(rules, masked=mask))[0] for mask in (float("-inf"), -5e4 * rules.scale))
     assert torch.equal(wanted, found)
+
+
+def test_an_error_just_above_the_tolerance_is_shown_as_larger():
+    subject = subject_of("torch_native", "cpu")
+    scene = Scene(subject, subject.fit(Case(((5, 3),))))
+    wanted = scene.wanted()[0]
+    with pytest.raises(CheckFailure) as raised:
+        check_output(scene, Output((wanted * (1 + 1.04 * scene.tolerance)).float(), None, 0.0, 0.0))
+    error, allowed = re.findall(r"\d\.\d+e-\d+", str(raised.value))
+    assert float(error) > float(allowed)

@@ -196,7 +196,7 @@ def explain(scene: Scene, out: Tensor, wanted: Tensor, error: float) -> str:
         found = "the output is zero" if (out[rows] == 0).all() else ""
         if found := found or _explained_by(mistakes, rows, scene, out, wanted, error):
             return f"in some rows {found} (first at {place}{scope})"
-    return f"the output is wrong by {error:.1e}; {scene.tolerance:.0e} is allowed, first at {place}{scope}"
+    return f"the output is wrong by {error:.2e}; {scene.tolerance:.2e} is allowed, first at {place}{scope}"
 
 
 def _explained_by(

@@ -222,7 +222,7 @@ class LinearScene:
         bad = ~(away <= self.tolerance).all(-1)
         wrong = [request for request, rows in self.spans() if bad[rows].any()]
         where = f"; requests {', '.join(map(str, wrong))} of {len(self.new)} are wrong" if wrong else ""
-        return f"{what} is wrong by {error:.1e}; {self.tolerance:.0e} is allowed{where}"
+        return f"{what} is wrong by {error:.2e}; {self.tolerance:.2e} is allowed{where}"
 
     def snapshot(self) -> list[Tensor]:
         return [as_bytes(states).clone() for layer in (FIRST, LAYER, LAST) for states in self.states(layer)]

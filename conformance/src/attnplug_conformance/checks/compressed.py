@@ -225,7 +225,7 @@ def _explained(scene: CompressedScene, out: Tensor, error: float, allowed: float
             return message
     if error != error:
         return "the output is NaN: it read an entry, row or token that belongs to no complete window of a request"
-    return f"attention to rows, entries and sink is wrong by {error:.1e}; {allowed:.0e} is allowed"
+    return f"attention to rows, entries and sink is wrong by {error:.2e}; {allowed:.2e} is allowed"
 
 
 def compressed_checks() -> Iterator[Check]:

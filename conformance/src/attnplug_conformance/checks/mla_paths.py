@@ -205,7 +205,7 @@ def _explain_ragged(ragged: Ragged, out: Tensor, wanted: Tensor, error: float) -
         if not relative_error(one, right) <= allowed
     ]
     scope = f"; sequences {', '.join(wrong)} of {len(ragged.call.query_lens)} are wrong" if wrong else ""
-    return f"the output is wrong by {error:.1e}; {allowed:.0e} is allowed{scope}"
+    return f"the output is wrong by {error:.2e}; {allowed:.2e} is allowed{scope}"
 
 
 def _wrapped(context: CheckContext) -> None:
@@ -276,7 +276,7 @@ def check_path(path: ExtendPath, context: CheckContext, scene: Scene | None = No
     errors = [relative_error(out[: len(wanted)], each) for each in expected]
     error = min(errors) if all(each == each for each in errors) else NAN
     if not error <= allowed:
-        raise CheckFailure(f"an extend by the path {path} is wrong by {error:.1e}; {allowed:.0e} is allowed")
+        raise CheckFailure(f"an extend by the path {path} is wrong by {error:.2e}; {allowed:.2e} is allowed")
     if not (out[len(wanted) :] == 0).all():
         raise CheckFailure(f"an extend by the path {path} gives padding rows that are not zero")
     context.measured.append(Measured(len(wanted), max(scene.totals), error, allowed, layer.plan_s, layer.run_s))

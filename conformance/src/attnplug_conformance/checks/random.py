@@ -185,8 +185,8 @@ def _check_part(scene: Scene, part: _Part, out: Tensor, lse: Tensor | None, want
         if not error <= allowed:
             first, stop = part.requests.start, part.requests.stop
             raise CheckFailure(
-                f"the {name} of the {part.mode} of requests {first} to {stop - 1} is wrong by {error:.1e}; "
-                f"{allowed:.0e} is allowed"
+                f"the {name} of the {part.mode} of requests {first} to {stop - 1} is wrong by {error:.2e}; "
+                f"{allowed:.2e} is allowed"
             )
 
 

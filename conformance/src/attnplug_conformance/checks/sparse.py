@@ -198,7 +198,7 @@ def check_selected(context: CheckContext, scene: SparseScene, result: Tensor, su
             raise CheckFailure("it attended to the request's first row for each -1 among the selected rows; skip them")
         first = "first at {}{}".format(*locate(scene, result[: len(wanted)], wanted))
         raise CheckFailure(
-            f"attention to the selected rows is wrong by {error:.1e}; {scene.tolerance:.0e} is allowed, {first}"
+            f"attention to the selected rows is wrong by {error:.2e}; {scene.tolerance:.2e} is allowed, {first}"
         )
     check_padding(result, len(wanted))
     if sums is not None:
