@@ -21,6 +21,7 @@ from attnplug import (
     ExtendPath,
     GraphLevel,
     LayerSpec,
+    MHAPool,
     MLAPool,
     ModelSpec,
     PageSizes,
@@ -313,6 +314,21 @@ def test_a_cache_of_another_layout_than_the_spec_declares_is_refused(registered)
     build_backend(registered(backend(), capabilities=replace(EVERY_PATH, layouts={"strided"})), own)
     with raises_naming(BackendError, "fast", "layer 0", "strided", "token_major"):
         build_backend(registered(backend(), capabilities=replace(EVERY_PATH, layouts={"token_major"})), own)
+
+
+@pytest.mark.parametrize(("heads", "page_size"), [(1, 64), (2, 1)])
+def test_head_major_memory_has_either_order_with_one_head_or_pages_of_one_token(registered, heads, page_size):
+    """D3: one KV head is left of each rank of many."""
+    pool = MHAPool(
+        [replace(FULL, num_kv_heads=heads)],
+        num_pages=3,
+        page_size=page_size,
+        dtype=DType.FLOAT32,
+        device="cpu",
+        layout="head_major",
+    )
+    own = context(pools=KVPools(mha=pool), page_size=page_size)
+    build_backend(registered(backend(), capabilities=replace(EVERY_PATH, layouts={"head_major"})), own)
 
 
 ROLES = {Role.PREFILL: "first", Role.DECODE: "second", Role.LINEAR: "third"}

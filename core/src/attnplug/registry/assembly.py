@@ -137,11 +137,10 @@ def build_backend(registered: Registered, context: BackendContext, problem: Prob
     layouts = [] if mha is None else [(layer, layout) for layer in mha.layer_ids for layout in mha.layout(layer)]
     layouts += [] if mla is None else [(layer, mla.layout(layer)) for layer in mla.layer_ids]
     for layer, layout in layouts:  # which hosts may omit from the problem
-        if layout.name not in can and context.roles != {Role.LINEAR}:
-            unreadable = (
-                f"the cache of layer {layer} has layout {layout.name}, with shape {layout.shape} and strides "
-                f"{layout.strides}; the backend reads only {', '.join(sorted(can))}"
-            )
+        either = layout.name == "token_major" and 1 in layout.shape[1:3]  # with one head, or pages of one token
+        if layout.name not in can and not (either and "head_major" in can) and context.roles != {Role.LINEAR}:
+            found = f"layout {layout.name}, with shape {layout.shape} and strides {layout.strides}"
+            unreadable = f"the cache of layer {layer} has {found}; the backend reads only {', '.join(sorted(can))}"
             raise BuildError(registered, BackendError(unreadable, settings=[Setting.LAYOUT]))
     factory = import_factory(registered)
     _compile_kernels([(registered, context.roles, context.options)], context, problem)
