@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from attnplug import AttentionKind, DType, UsageError
+from attnplug import AttentionKind, CacheLayout, DType, UsageError
 from attnplug.declare.version import CONTRACT_VERSION
 from attnplug_conformance.case import Case
 from attnplug_conformance.catalog import all_checks
@@ -184,6 +184,13 @@ def test_a_check_that_is_not_claimed_has_the_backends_own_refusal():
 def test_two_layers_have_scales_of_their_own_also_if_a_backend_reads_one_format_only(format):
     result = run_check(CHECKS["mha.two_layers"], claiming(kv_dtypes=frozenset({format})))
     assert result.status is Status.PASSED, result.message
+
+
+@pytest.mark.parametrize("layout", [CacheLayout.HEAD_MAJOR, CacheLayout.STRIDED])
+def test_a_backend_that_does_not_read_token_major_memory_is_checked_over_what_it_reads(layout):
+    verdict = run_checks(claiming(layouts=frozenset({layout})), all_checks(), quick=True)
+    assert verdict.holds and sum(result.status is Status.PASSED for result in verdict.results) > 70
+    assert run_check(CHECKS["mha.pages.wide"], claiming(layouts=frozenset({layout}))).status is Status.PASSED
 
 
 def test_claiming_nothing_that_can_run_does_not_pass():

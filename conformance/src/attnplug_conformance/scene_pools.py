@@ -64,14 +64,16 @@ def make_pools(case: Case, format: KVFormat, key_dim: int, pages: int, device: t
         both = _memory_of(shapes, keys.stored, device, wide=wide, strided=True)
         order = "pages tokens heads (kv dim)"
         return KVPools(mha=MHAPool.over(layers, both, order, page_size=size, dtype=format, scales=pairs))
+    head_major = case.layout is CacheLayout.HEAD_MAJOR
     if wide:
         for layer in layers:
+            places = (layer.num_kv_heads, size) if head_major else (size, layer.num_kv_heads)
             for number, width in enumerate((layer.head_dim, layer.v_head_dim)):
                 form = RowFormat.of(format, width)
-                shapes[2 * layer.layer_id + number] = pages, size, layer.num_kv_heads, form.width
+                shapes[2 * layer.layer_id + number] = pages, *places, form.width
         single = _memory_of(shapes, form.stored, device, wide=True, strided=False)
         given_pairs = {layer.layer_id: (single[2 * layer.layer_id], single[2 * layer.layer_id + 1]) for layer in layers}
-        order = "pages tokens heads dim"
+        order = f"pages {'heads tokens' if head_major else 'tokens heads'} dim"
         return KVPools(mha=MHAPool.over(layers, given_pairs, order, page_size=size, dtype=format, scales=pairs))
     mha = MHAPool(
         layers,
@@ -79,7 +81,7 @@ def make_pools(case: Case, format: KVFormat, key_dim: int, pages: int, device: t
         page_size=size,
         dtype=format,
         device=device,
-        layout="head_major" if case.layout is CacheLayout.HEAD_MAJOR else "token_major",
+        layout="head_major" if head_major else "token_major",
         scales=pairs,
     )
     return KVPools(mha=mha)

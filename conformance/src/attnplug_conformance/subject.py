@@ -14,6 +14,7 @@ import torch
 from attnplug import (
     AttentionBackend,
     AttentionKind,
+    CacheLayout,
     Capabilities,
     DType,
     ExtendPath,
@@ -163,6 +164,8 @@ class Subject:
             kv_dtype = min(capabilities.kv_dtypes)
             case = replace(case, magnitude=min(case.magnitude, 3.0))  # the largest e4m3 value is 448
         page_size = case.page_size or self.page_size
+        if CacheLayout.TOKEN_MAJOR not in capabilities.layouts and case.layout is CacheLayout.TOKEN_MAJOR:
+            case = replace(case, layout=min(capabilities.layouts, default=case.layout))
         filled = replace(
             case,
             page_size=page_size,
