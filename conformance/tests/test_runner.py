@@ -186,6 +186,14 @@ def test_two_layers_have_scales_of_their_own_also_if_a_backend_reads_one_format_
     assert result.status is Status.PASSED, result.message
 
 
+def test_a_backend_may_use_operations_that_torch_lists_as_nondeterministic():
+    """The kit fills uninitialized memory by torch's deterministic mode."""
+    work = "work, start = plan.metadata, 0"
+    put = text("mha").replace(work, f"{work}; torch.zeros(2).put_(torch.tensor([1]), torch.ones(1))")
+    result = run_check(CHECKS["mha.decode.one_request"], subject("put", put))
+    assert result.status is Status.PASSED, result.message
+
+
 @pytest.mark.parametrize("layout", [CacheLayout.HEAD_MAJOR, CacheLayout.STRIDED])
 def test_a_backend_that_does_not_read_token_major_memory_is_checked_over_what_it_reads(layout):
     verdict = run_checks(claiming(layouts=frozenset({layout})), all_checks(), quick=True)
