@@ -1,9 +1,5 @@
 """Write the generated parts of the documentation: output of commands, tables of specs, packages and measurements.
 
-python docs/generate.py            rewrite the generated blocks
-python docs/generate.py --check    fail if one is out of date (part of make lint)
-python docs/generate.py --samples  rewrite the samples too: output with times, which differs with every run
-
 A block begins with <!-- generated: CONTENT --> or <!-- sample: CONTENT --> and ends with <!-- end -->. CONTENT is a
 command, a name in TABLES, or "file PATH", a Python file. "| 12 lines" behind a command keeps the first 12 lines of its
 output, and "| with A B" runs it with the plugins of these distributions only.
@@ -11,6 +7,7 @@ output, and "| with A B" runs it with the plugins of these distributions only.
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
 import os
@@ -298,17 +295,20 @@ def generated(text: str, *, samples: bool) -> str:
 
 
 def main() -> None:
-    stale = []
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="fail if a page is out of date (part of make lint)")
+    parser.add_argument("--samples", action="store_true", help="rewrite samples, too: output with times")
+    given, stale = parser.parse_args(), []
     for page in (*PAGES, *map(ROOT.joinpath, FILES)):
         now = page.read_text() if page.exists() else ""
         whole = FILES.get(str(page.relative_to(ROOT)))
-        wanted = generated(now, samples="--samples" in sys.argv) if whole is None else whole()
+        wanted = generated(now, samples=given.samples) if whole is None else whole()
         if now == wanted:
             continue
         stale.append(str(page.relative_to(ROOT)))
-        if "--check" not in sys.argv:
+        if not given.check:
             page.write_text(wanted)
-    if stale and "--check" in sys.argv:
+    if stale and given.check:
         sys.exit(f"out of date: {', '.join(stale)}; run 'make docs'")
 
 
