@@ -29,6 +29,7 @@ from attnplug_engine.models.architectures import (
     read_config,
 )
 from attnplug_engine.models.weights import Weights
+from attnplug_engine.options import EngineOptions
 from attnplug_engine.parallel.collectives import SINGLE
 from attnplug_engine.serving import sizing
 from attnplug_engine.serving.sizing import MemoryPlan
@@ -133,9 +134,36 @@ def test_an_engine_that_cannot_fit_is_refused_before_weights_are_read(fp8_folder
     """E5"""
     monkeypatch.setattr(sizing, "available_memory", lambda: free)
     monkeypatch.setattr(Checkpoint, "tensor", lambda *_, **__: pytest.fail("a weight was read"))
-    with pytest.raises(PoolError, check=naming(named, "MiB", "cpu")) as caught:
+    with pytest.raises(PoolError, check=naming(named, "MiB", "cpu")):
         Engine(str(fp8_folder), device="cpu", dtype="float32", num_pages=4096, page_size=16)
-    assert caught.value.settings
+
+
+def plan_for_two_ranks(device: str, weights: int, divisible: tuple[int, ...]) -> MemoryPlan:
+    """Without a selection, which is not needed to compare weights."""
+    spec, place = load_spec("tiny:llama").for_rank(2), torch.device(device)
+    same = (spec, {}, EngineOptions(), None, torch.bfloat16, "bfloat16", place)
+    return sizing.plan_memory(*same, weights, rank_counts=lambda: divisible)
+
+
+@pytest.mark.parametrize(
+    ("divisible", "advice"),
+    [
+        ((1, 2, 4, 8, 16), "use --tensor-parallel 8 or 16, or use a checkpoint in fewer bits"),
+        ((1, 2, 4), "use a checkpoint in fewer bits"),
+    ],
+)
+def test_the_rank_counts_of_a_refusal_are_those_that_are_enough(divisible, advice, monkeypatch):
+    """E5: 8 MiB of each of two ranks, where 3 MiB are free, need 6 ranks."""
+    monkeypatch.setattr(sizing, "free_memory", lambda device: 3 << 20)
+    with pytest.raises(PoolError, match=f"and 3.0 MiB are free; {advice}$"):
+        plan_for_two_ranks("cuda", 8 << 20, divisible)
+
+
+def test_ranks_on_a_cpu_share_its_memory(monkeypatch):
+    """E5"""
+    monkeypatch.setattr(sizing, "available_memory", lambda: 3 << 20)
+    with pytest.raises(PoolError, match=r"2.0 MiB on cpu, and 1.5 MiB are free for each of 2 ranks; use a checkpoint"):
+        plan_for_two_ranks("cpu", 2 << 20, (1, 2, 4))
 
 
 def test_graphs_are_estimated_from_their_number_and_the_largest_step(monkeypatch):

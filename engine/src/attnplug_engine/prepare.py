@@ -33,7 +33,15 @@ from attnplug_engine.execution.runner import ModelRunner
 from attnplug_engine.kernels import usable
 from attnplug_engine.memory.capacity import Capacity
 from attnplug_engine.memory.pools import check_codecs
-from attnplug_engine.models.architectures import load_model, load_spec, open_source, rank_nbytes, read_config
+from attnplug_engine.models.architectures import (
+    DivideDraft,
+    load_model,
+    load_spec,
+    open_source,
+    rank_counts,
+    rank_nbytes,
+    read_config,
+)
 from attnplug_engine.models.decoder import LoadedModel
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.parallel.collectives import RankOrder, TensorParallel
@@ -375,18 +383,24 @@ def _open_sources(
 
     Raises ParallelError if the ranks cannot divide both.
     """
-    source, speculation = _open_source(model, options, device), options.speculation
-    if speculation is None or not speculation.has_model:
-        return source, None, rank_nbytes(source, spec, ranks, dtype, head=head)
-    draft = open_draft(speculation, model, device=device, seed=options.seed, random_weights=options.random_weights)
-    divided = partial(divide_draft, speculation=speculation, source=draft, target_reference=model)
-    return source, draft, rank_nbytes(source, spec, ranks, dtype, divided, head=head)
+    source, draft, speculation = _open_source(model, options, device), None, options.speculation
+    if speculation is not None and speculation.has_model:
+        draft = open_draft(speculation, model, device=device, seed=options.seed, random_weights=options.random_weights)
+    return source, draft, rank_nbytes(source, spec, ranks, dtype, _divided_draft(model, options, draft), head=head)
+
+
+def _divided_draft(model: str, options: EngineOptions, draft: WeightSource | None) -> DivideDraft | None:
+    speculation = options.speculation
+    if speculation is None or draft is None:
+        return None
+    return partial(divide_draft, speculation=speculation, source=draft, target_reference=model)
 
 
 def _memory_plan(choice: BackendChoice) -> MemoryPlan:
     """Estimate the memory of an engine before weights are read. Raises PoolError if it cannot fit."""
     options, device, ranks = choice.options, choice.device, choice.parallel.size
     draft = None if choice.draft is None else choice.draft.problem.model
+    divided = _divided_draft(choice.model, options, choice.draft_source)
     return plan_memory(
         choice.spec.for_rank(ranks),
         choice.source.config,
@@ -397,6 +411,7 @@ def _memory_plan(choice: BackendChoice) -> MemoryPlan:
         device,
         choice.weights,
         None if draft is None else draft.for_rank(ranks),
+        rank_counts=partial(rank_counts, choice.source, choice.spec, divided),
     )
 
 

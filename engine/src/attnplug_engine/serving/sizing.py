@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +13,7 @@ from attnplug.machine.runtime import runtime_of
 from attnplug_engine.memory.capacity import Capacity, HotBytes, bytes_per_page, bytes_per_state
 from attnplug_engine.models.host_memory import available_memory
 from attnplug_engine.options import EngineOptions
+from attnplug_engine.parallel.collectives import allowed_ranks
 from attnplug_engine.scheduling.scheduler import unchunked_step_tokens
 from attnplug_engine.settings.capture_sizes import default_prefill_sizes, default_sizes
 from attnplug_engine.speculation.scheduler import lookahead_rows
@@ -92,16 +93,25 @@ def plan_memory(
     device: torch.device,
     weights: int,
     draft: ModelSpec | None = None,
+    *,
+    rank_counts: Callable[[], Sequence[int]],
 ) -> MemoryPlan:
-    """Estimate the memory of an engine for a rank's ``spec`` and ``weights`` bytes, a draft's included. Raises
-    PoolError if it cannot fit."""
-    free = free_memory(device)
+    """Estimate the memory of an engine for a rank's ``spec`` and ``weights`` bytes, a draft's included.
+
+    ``rank_counts`` are the numbers of ranks that can divide the model and its draft. Raises PoolError if it cannot fit.
+    """
+    free, one_memory = free_memory(device), runtime_of(device).module is None
+    if one_memory:  # of all ranks, and of host and device
+        free //= spec.ranks
     if weights > free:
-        least = -(-weights * spec.ranks // max(free, 1))
+        advice = "use a checkpoint in fewer bits"
+        enough = [] if one_memory else [count for count in rank_counts() if count * free >= weights * spec.ranks]
+        if enough:
+            advice = f"{allowed_ranks(enough)}, or {advice}"
+        each = f" for each of {spec.ranks} ranks" if one_memory and spec.ranks > 1 else ""
         raise PoolError(
-            f"the weights take {_size(weights)} on {device.type}, and {_size(free)} are free; use a --tensor-parallel "
-            f"of {least} or more that divides the model, or a checkpoint in fewer bits",
-            settings=[Setting.TENSOR_PARALLEL],
+            f"the weights take {_size(weights)} on {device.type}, and {_size(free)} are free{each}; {advice}",
+            settings=[Setting.TENSOR_PARALLEL] if enough else [],
         )
     planned = capacity(spec, options, selection, dtype, kv_dtype, device, draft, reserved=weights)
     drafts, host = planned.nodes - 1, 0
@@ -118,7 +128,7 @@ def plan_memory(
     graphs = 0
     if runtime_of(device).graph is not None and options.captures:
         graphs = _graph_bytes(config, len(spec.layers), options, planned, dtype)
-    shared = host if runtime_of(device).module is None else 0  # on a CPU both are the same memory
+    shared = host if one_memory else 0
     if weights + caches + shared > free:
         slots = planned.state_slots
         states, taken = f" and {slots} linear states" if slots else "", _size(caches + shared)
