@@ -92,7 +92,8 @@ gpu-test: # on a GPU host whose python has the packages installed
 # Tests that take too long for make test: real hosts on a CPU, in environments of their own, because they are large and
 # pin other versions than ours; kernels compiled for GPUs that are not here; and tests marked long, which repeat paths of
 # make test over more models, settings and environments.
-bridge-test: compile-test long-test vllm-test sglang-test
+bridge-test: $(VENV)/installed-dev
+	$(IN_PARALLEL) --output-sync=line long-test vllm-test sglang-test compile-test
 
 long-test: $(VENV)/installed-dev
 	$(BIN)/pytest -q -m long
