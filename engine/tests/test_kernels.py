@@ -28,7 +28,7 @@ BY_KERNEL = [pytest.param("cpu", marks=INTERPRETED), DEVICES[1]]
 """Devices on which kernels can run: interpreted where there is no GPU."""
 TYPES = {"cpu": torch.float16, "cuda": torch.bfloat16}
 BOUNDS = {torch.float32: 2e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}
-"""Of the largest number: a last bit or two of float32, half a step of the short types."""
+"""Allowed error relative to the largest number: a last bit or two of float32, half a step of the short types."""
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from attnplug_testing.gluon_interpreter import interpreted, mutant
 from attnplug_testing.gluon_scheduler import GluonError
 
 BOUNDS = {torch.float32: 2e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}
-"""Of the largest number: a last bit or two of float32, half a step of the short types."""
+"""Allowed error relative to the largest number: a last bit or two of float32, half a step of the short types."""
 SHAPES = {
     # rows, inputs, outputs, configuration, gated, norm, onto, bias
     "one block per program": (1, 256, 70, GemmConfig(4, 256, 4, stages=1, along=2), True, True, False, False),

@@ -44,7 +44,7 @@ BLOCKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 """Usual sizes of tiles and splits."""
 GRAPH_LEVELS = {DECODE: GraphLevel.DECODE, VERIFY: GraphLevel.UNIFORM, EXTEND: GraphLevel.ALWAYS}
 OVERLAPPING, ENTRY_INDEX = CompressedDims(4, overlap=True), IndexerDims(heads=2, head_dim=16, topk=3)
-"""Of a compressed layer. With two index heads many scores are zero, and so equal."""
+"""Index heads of a compressed layer. With two, many scores are zero, and so equal."""
 ADVICE = {
     "run": "use no atomics whose order changes results, and decide nothing by time",
     "batch": "split KV at absolute positions, use one tile size, and merge in a fixed order",

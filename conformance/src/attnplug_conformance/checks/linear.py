@@ -43,7 +43,7 @@ def check_accurate(context: CheckContext) -> None:
 
 
 def _wide(context: CheckContext) -> None:
-    with failure_prefix("with so many slots that offsets exceed 32 bits; compute slot * stride in 64 bits"):
+    with failure_prefix("in slots whose offsets exceed 32 bits; compute slot * stride in 64 bits"):
         check_accurate(context)
 
 

@@ -79,11 +79,13 @@ class WeightShapes(Weights):
         order: Tensor | None = None,
         columns: slice | None = None,
     ) -> QuantizedWeight:
+        self._check_experts(name, (experts, out, in_features), rows, columns)
         parts = [WeightRows("", out, rows or slice(0, out))]
-        scheme = Mxfp4()
-        scheme.check_shape(SourceTensors(self, ""), out, in_features)
-        scheme.own_columns(columns, in_features, self.parallel.size)
-        return self.empty_quantized(scheme, parts, in_features, columns=columns, experts=experts)
+        return self.empty_quantized(Mxfp4(), parts, in_features, columns=columns, experts=experts)
+
+    def _check_experts(self, name: str, shape: tuple[int, int, int], rows: slice | None, columns: slice | None) -> None:
+        Mxfp4().check_shape(SourceTensors(self, ""), *shape[1:])
+        Mxfp4().own_columns(columns, shape[2], self.parallel.size)
 
 
 class CheckedShapes(WeightShapes):
@@ -120,20 +122,9 @@ class CheckedShapes(WeightShapes):
         for part in parts:
             self._load_quantized(target.scheme, part.name, (part.total, in_features), part.own, columns)
 
-    def expert_stack(
-        self,
-        name: str,
-        experts: int,
-        out: int,
-        in_features: int,
-        *,
-        rows: slice | None = None,
-        order: Tensor | None = None,
-        columns: slice | None = None,
-    ) -> QuantizedWeight:
-        shape, ranks = (experts, out, in_features), self.parallel.size
-        Mxfp4().load_experts(SourceTensors(self, ""), name, shape, rows=rows, columns=columns, ranks=ranks)
-        return super().expert_stack(name, experts, out, in_features, rows=rows, order=order, columns=columns)
+    def _check_experts(self, name: str, shape: tuple[int, int, int], rows: slice | None, columns: slice | None) -> None:
+        tensors, ranks = SourceTensors(self, ""), self.parallel.size
+        Mxfp4().load_experts(tensors, name, shape, rows=rows, columns=columns, ranks=ranks)
 
 
 def shapes_of(
