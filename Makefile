@@ -93,7 +93,7 @@ gpu-test: # on a GPU host whose python has the packages installed
 # pin other versions than ours; kernels compiled for GPUs that are not here; and tests marked long, which repeat paths of
 # make test over more models, settings and environments.
 bridge-test: $(VENV)/installed-dev
-	$(IN_PARALLEL) --output-sync=line long-test vllm-test sglang-test compile-test
+	$(IN_PARALLEL) --output-sync=none long-test vllm-test sglang-test compile-test
 
 long-test: $(VENV)/installed-dev
 	$(BIN)/pytest -q -m long
