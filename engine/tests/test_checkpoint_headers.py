@@ -90,3 +90,15 @@ def test_wrong_tensors_of_quantized_experts_are_found_before_they_are_read(make_
     config = {**FP8, "weight_block_size": [16, 16]}
     quantized(folder, tmp_path / "v4", config, fp8_blocks(16, 16), experts=mxfp4())
     assert compare(tmp_path / "v4", monkeypatch) > SAMPLED
+
+
+def test_scales_of_cached_keys_and_values_are_tensors_of_the_model(tmp_path, monkeypatch):
+    """E5"""
+    source = RandomCheckpoint.tiny("tiny:llama")
+    build_model(source, load_spec("tiny:llama"), dtype=torch.float32, device="cpu")
+    source.save(tmp_path)
+    scales = {f"model.layers.0.self_attn.{kind}_scale": torch.ones(1) for kind in "kv"}
+    save_file({**load_file(tmp_path / FILE), **scales}, tmp_path / FILE, metadata={"format": "pt"})
+    assert rank_nbytes(open_source(str(tmp_path), device="cpu"), load_spec(str(tmp_path)), 1) > 0
+    monkeypatch.setattr(random.Random, "sample", lambda self, names, count: sorted(scales))
+    assert compare(tmp_path, monkeypatch) == 8
