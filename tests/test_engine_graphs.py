@@ -184,7 +184,7 @@ def test_short_prefills_are_replayed_where_who_prefills_cannot_be_captured(oracl
 
     monkeypatch.setattr("attnplug_engine.execution.runner.build_selection", build)
     oracle = oracles(model)
-    sizes = (16, 64, 256, 700)  # given, because on a busy GPU other sizes save time
+    sizes = (16, 64, 256)  # given, because on a busy GPU other sizes save time
     engine = Engine(
         oracle.folder, device="cuda", max_batch=4, ignore_eos=True, chunked_prefill_size=700,
         cuda_graph_prefill_sizes=sizes,
@@ -192,8 +192,7 @@ def test_short_prefills_are_replayed_where_who_prefills_cannot_be_captured(oracl
     assert engine.graphs.prefill_by == name and engine.graphs.prefill_sizes == sizes
     random = Random(2)
     texts = [[random.randrange(500) for _ in range(count)] for count in (5, 40, 690, 130, 18)]
-    graphs = engine.runner.graphs.prefill
-    monkeypatch.setattr(graphs, "_pays", lambda step, size: step.num_tokens < 500)
+    monkeypatch.setattr(engine.runner.graphs.prefill, "_pays", lambda step, size: True)
     with watched_logits() as seen:
         outputs = [done.token_ids for done in engine.generate(texts, SamplingParams(max_tokens=12))]
     rows = [torch.stack(seen[number][: len(outputs[number])]) for number in sorted(seen)]

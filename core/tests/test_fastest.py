@@ -162,6 +162,17 @@ class TestWhoPlans:
         both.init_cuda_graph_state(1, 9)
         assert len(decode.given("init_cuda_graph_state")) == 1
 
+    @pytest.mark.parametrize("able", [True, False])
+    def test_that_child_decides_whether_graphs_hold_ragged_calls(self, able: bool) -> None:
+        """A9: no other child runs a captured extend."""
+        children = {
+            "prefill": Recorder("prefill", Claims(cuda_graph=GraphLevel.UNIFORM, ragged_graphs=not able)),
+            "decode": Recorder("decode", Claims(cuda_graph=GraphLevel.ALWAYS, ragged_graphs=able)),
+        }
+        serving = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
+        assert FastestBackend(children, serving, captured_extends="decode").claims.ragged_graphs is able
+        assert not FastestBackend(children, serving).claims.ragged_graphs
+
     def test_many_requests_are_estimated_from_a_sample(self) -> None:
         """Choosing costs the same for all."""
         assert self.both.fastest(batch([60] * 500 + [900] * 40).geometry) == "long"

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from captured_prefills import FURTHER, HYBRIDS, MODELS, PREFILLS, SIZES, captured, engine, prompts, tokens
-from refilled_native import AnyBatch, AnyRagged, Recorded
+from refilled_native import AnyBatch, AnyRagged, Recorded, RefilledNative, over
 from thread_ranks import in_ranks
 
-from attnplug import ExtendPath, ForwardMode, PoolError
+from attnplug import ExtendPath, ForwardMode, PoolError, Role
+from attnplug.auto.fastest import FastestBackend
 from attnplug.host import ExtendPolicy
 from attnplug.machine.runtime import runtime_of
 from attnplug_engine import SamplingParams
@@ -60,6 +61,26 @@ class TestMLAAsMHA:
         assert calls([[*shared, 5, 6], [7]]) == 0 and one.cache_statistics.hit_tokens == 16
         assert calls([[60, 61, 62]]) == layers
         assert one.statistics.eager_prefills == 0
+
+    def test_a_backend_that_takes_captured_prefills_alone_runs_them_so(self, monkeypatch):
+        """A9: the others run on the backend that prefills, which cannot be captured."""
+
+        def build(selection, context):
+            can, roles = selection.chosen(Role.DECODE).spec.capabilities, frozenset({Role.PREFILL, Role.DECODE})
+            children = {
+                name: kind(context.for_backend(name, can, roles=roles, options=None))
+                for name, kind in (("prefill", RefilledNative), ("decode", over(AnyRagged, RefilledNative)))
+            }
+            return FastestBackend(children, {Role.PREFILL: "prefill", Role.DECODE: "decode"}, captured_extends="decode")
+
+        params = SamplingParams(max_tokens=3)
+        eager = tokens(engine("tiny:deepseek_v3"), prompts(), params)
+        monkeypatch.setattr("attnplug_engine.execution.runner.build_selection", build)
+        graphs = captured(engine("tiny:deepseek_v3", chunked_prefill_size=23))
+        assert tokens(graphs, prompts(), params) == eager
+        counts, runner = graphs.statistics, graphs.runner
+        assert counts.replayed_prefills and counts.eager_prefills
+        assert runner.backend.children["decode"].captured_calls >= len(runner.spec.layers)
 
     @pytest.mark.parametrize(
         "settings", [{"forced": "absorbed"}, {"disable_ragged": True}, {"forced": "one_shot"}], ids=str

@@ -55,6 +55,7 @@ class FastestBackend(ForwardingBackend):
         self.captured = tuple(children) if self.claims.cuda_graph > GraphLevel.DECODE else decoding
         if captured_extends is not None:
             self.captured_extends = captured_extends
+            self.claims = replace(self.claims, ragged_graphs=children[captured_extends].claims.ragged_graphs)
             self.captured = tuple(dict.fromkeys((*self.captured, captured_extends)))
         self.by_mode = {mode: serving.get(role, serving[first]) for mode, role in role_of_modes(verify).items()}
         """Schedule, or label of the only child, by mode."""
