@@ -33,6 +33,8 @@ _PACKAGES = (
     "torch",
     "triton",
     "vllm",
+    "sglang",
+    "sglang-kernel",
     "transformers",
     "flashinfer-python",
     "flash-attn-4",

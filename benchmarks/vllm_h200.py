@@ -335,14 +335,14 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
     return {"machine": machine, "starts": list(starts.values()), "points": [points[key] for key in sorted(points)]}
 
 
-def table(result: dict[str, Any]) -> str:
-    """Tokens/s by point and backend, and µs of the device; ours relative to the best of vLLM's own."""
+def table(result: dict[str, Any], host: str = "vLLM") -> str:
+    """Tokens/s by point and backend, and µs of the device; ours relative to the best of the host's own."""
     names = list(dict.fromkeys(point["backend"] for point in result["points"]))
     names.sort(key=lambda name: name.startswith("attnplug"))
     lines = [
         "| heads | context | batch | "
         + " | ".join(names)
-        + " | tokens/s, ours / vLLM's best | device, vLLM's best / ours |",
+        + f" | tokens/s, ours / {host}'s best | device, {host}'s best / ours |",
         "|---" * (len(names) + 5) + "|",
     ]
     shapes = dict.fromkeys((point["heads"], point["context"], point["batch"]) for point in result["points"])
