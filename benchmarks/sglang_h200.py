@@ -1,6 +1,11 @@
-"""Tokens of SGLang with our backends and with its own, on random checkpoints, compared with transformers.
+r"""Tokens of SGLang with our backends and with its own, on random checkpoints, compared with transformers.
 
 python benchmarks/sglang_h200.py OUT.jsonl [SECONDS] [AT_ONCE] [ONLY]
+CASE_SECONDS=400 python benchmarks/sglang_h200.py OUT.jsonl 560 5 \
+    "attnplug:auto True,attnplug:flashmla True,attnplug:flashinfer True,attnplug:flashinfer_mla True"
+
+The second command runs five engines at a time, with CUDA graphs. CASE_SECONDS limits one configuration: the first use
+of FlashInfer compiles for minutes.
 
 Each configuration is an engine in a separate process, with three batches of eight prompts: "none" (nothing cached),
 "repeated" (the same prompts, from the prefix cache) and "extended" (each prompt with 40 tokens more). Each batch is a
@@ -118,7 +123,9 @@ def serve(folder: str, given: dict[str, Any]) -> None:
         "load_format": "auto",
         "dtype": "bfloat16",
         "skip_tokenizer_init": True,
-        "mem_fraction_static": 0.25,
+        # max_total_tokens limits the cache. SGLang leaves free the rest of the memory that was free before it loaded
+        # the model; other engines take of it meanwhile.
+        "mem_fraction_static": 0.85,
         "max_total_tokens": 20032,
         "max_running_requests": 16,
         "sampling_backend": "pytorch",

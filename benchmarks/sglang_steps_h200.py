@@ -50,7 +50,7 @@ from vllm_h200 import _entry, _numbers, _save, merged, table
 
 BACKENDS = {
     "llama": "attnplug:auto,attnplug:triton_mha,triton,flashinfer",
-    "mla": "attnplug:auto,attnplug:triton_mla,attnplug:flashmla@64,triton,flashinfer,flashmla@64",
+    "mla": "attnplug:auto@64,attnplug:triton_mla,attnplug:flashmla@64,triton,flashinfer,flashmla@64",
 }
 SMOKE = "attnplug:torch_native,torch_native"
 _INTERVAL = 16
@@ -104,7 +104,7 @@ def measured(arguments: argparse.Namespace, backend: str) -> dict[str, Any]:
             page_size=int(page or 1),
             max_total_tokens=largest,
             max_running_requests=max(batches),
-            mem_fraction_static=0.85,
+            mem_fraction_static=0.85,  # see sglang_h200.py
             disable_radix_cache=True,
             stream_interval=_INTERVAL,
             sampling_backend="pytorch",
