@@ -117,9 +117,10 @@ def measured(arguments: argparse.Namespace, backend: str) -> dict[str, Any]:
         entry["start_s"] = time.perf_counter() - started
         _save(arguments.out, found())
         _wait_for_turn(arguments.turn)
+        activity = None if arguments.no_trace else "CPU" if arguments.smoke else "GPU"
         clock = Clock(arguments.points_s, lambda: _save(arguments.out, found()), DeviceLock(None))
         for point in points:
-            clock.record(point, partial(_measure, engine, config, point, not (arguments.smoke or arguments.no_trace)))
+            clock.record(point, partial(_measure, engine, config, point, activity))
     _save(arguments.out, found())
     if arguments.turn:
         Path(f"{arguments.turn}.done").touch()
@@ -127,21 +128,26 @@ def measured(arguments: argparse.Namespace, backend: str) -> dict[str, Any]:
     return found()
 
 
-def _measure(engine: Any, config: Config, point: Point, trace: bool) -> dict[str, Any]:
+def _measure(engine: Any, config: Config, point: Point, activity: str | None) -> dict[str, Any]:
+    """Time of a step, and its parts from a trace of ``activity``."""
     with tempfile.TemporaryDirectory() as folder:
-        work = _decode(engine, config["vocab_size"], point, folder if trace else None)
+        profile = {"output_dir": folder, "num_steps": _TRACED, "with_stack": False, "record_shapes": False}
+        work = _decode(engine, config["vocab_size"], point, {**profile, "activities": [activity]} if activity else None)
         try:
             times = engine.loop.run_until_complete(asyncio.wait_for(work, _POINT_S))
         except TimeoutError:
-            engine.abort_request(abort_all=True)
+            engine.tokenizer_manager.abort_request(abort_all=True)
+            engine.loop.run_until_complete(asyncio.sleep(1))  # until they have ended
             raise TimeoutError(f"more than {_POINT_S} s") from None
         found = _step_us(times)
-        if trace:
+        if activity:
             found |= _traced(Path(folder), found["step_us"])
     return found
 
 
-async def _decode(engine: Any, vocabulary: int, point: Point, folder: str | None) -> list[list[tuple[float, int]]]:
+async def _decode(
+    engine: Any, vocabulary: int, point: Point, profile: dict[str, Any] | None
+) -> list[list[tuple[float, int]]]:
     """For each request, times of its outputs and the number of tokens until then."""
     rng = random.Random(point.batch * point.context)
     prompts = [[rng.randrange(3, vocabulary) for _ in range(point.context)] for _ in range(point.batch)]
@@ -151,10 +157,9 @@ async def _decode(engine: Any, vocabulary: int, point: Point, folder: str | None
     async for output in outputs:
         reached = times[output.get("index", 0)]
         reached.append((time.perf_counter(), output["meta_info"]["completion_tokens"]))
-        if folder is not None and all(one and one[-1][1] > _LAST for one in times):
-            profile = {"activities": ["GPU"], "num_steps": _TRACED, "with_stack": False, "record_shapes": False}
-            await engine.tokenizer_manager.start_profile(output_dir=folder, **profile)
-            folder = None
+        if profile is not None and all(one and one[-1][1] > _LAST for one in times):
+            await engine.tokenizer_manager.start_profile(**profile)
+            profile = None
     return times
 
 
