@@ -45,7 +45,7 @@ from decode_h200 import machine_of
 from decode_models import MODELS, Config, smaller
 from decode_points import Clock, DeviceLock, Point, points_of
 from decode_trace import analyse
-from sglang_h200 import members, reason
+from sglang_h200 import OF_DEEPSEEK, members, reason
 from vllm_h200 import _entry, _numbers, _save, merged, table
 
 BACKENDS = {
@@ -65,7 +65,7 @@ _POINT_S = 10
 
 
 def config_of(model: str, smoke: bool) -> Config:
-    config = {**MODELS[model], "max_position_embeddings": 32768}
+    config = {**MODELS[model], **(OF_DEEPSEEK if model == "mla" else {}), "max_position_embeddings": 32768}
     if not smoke:
         return config
     yarn = {"rope_type": "deepseek_yarn", "factor": 1.0, "original_max_position_embeddings": 32768}
