@@ -223,7 +223,7 @@ def first_tokens() -> str:
     """TTFT of one prompt in ms and requests/s at saturation, one row per model."""
     rows = ["| model | 512 tokens | 2048 | 8184 | 32000 | requests/s |", "|---" * 6 + "|"]
     for model, found in _read("arrivals_h200")["models"].items():
-        single = [point for point in _first_tokens(found) if point[0]["prompts"] == 1]
+        single = [point for point in _first_tokens(model, found) if point[0]["prompts"] == 1]
         cells = [_beside(*(_ms(side["median_ms"]) for side in point)) for point in single]
         rates = _beside(*(f"{found[side]['saturation']['requests_per_s']:.0f}" for side in _sides(found)))
         rows.append(f"| `{model}` | {' | '.join(cells)} | {rates} |")
@@ -235,7 +235,7 @@ def times_to_first_token() -> str:
     share = f"of {TFLOPS} TFLOP/s (vLLM)"
     rows = [f"| model, prompts | ours | vLLM | vLLM / ours | first / tenth request | {share} |", "|---" * 6 + "|"]
     for model, found in _read("arrivals_h200")["models"].items():
-        for ours, *vllm in _first_tokens(found):
+        for ours, *vllm in _first_tokens(model, found):
             other = [f"{side['median_ms']:.1f} | {side['median_ms'] / ours['median_ms']:.2f}" for side in vllm]
             shares = [f"{side['tflops'] / TFLOPS * 100:.0f} %" for side in (ours, *vllm) if "tflops" in side]
             cells = f"{ours['median_ms']:.1f} | {other[0] if other else ' | '}"
@@ -281,8 +281,9 @@ def _sides(found: Mapping[str, Any]) -> list[str]:
     return [side for side in ("ours", "vllm") if side in found]
 
 
-def _first_tokens(found: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    """Return the TTFT points of a model: ours, and vLLM's where it ran."""
+def _first_tokens(model: str, found: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """Return the TTFT points of a model: ours, and vLLM's where it ran. Later ones replace those in ``found``."""
+    found = _read("ttft_vllm_h200")["models"].get(model, found)
     return list(zip(*(found[side]["ttft"] for side in _sides(found)), strict=True))
 
 
