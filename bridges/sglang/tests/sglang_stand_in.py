@@ -42,6 +42,8 @@ class Method(Enum):
     MHA_CHUNKED_KV = auto()
 
 
+IN_PARTS = ["flashinfer"]
+"""Backends to which SGLang's MLA models pass queries and new rows in two parts."""
 HANDLERS: dict[str, Any] = {}
 """How MLA models of SGLang's run a batch, by the name of a backend."""
 REGISTERED: dict[str, Any] = {}
@@ -73,6 +75,7 @@ MODULES: dict[str, dict[str, Any]] = {
     f"{_RUN}.breakable_cuda_graph": {"is_in_breakable_cuda_graph": lambda: IN_GRAPH["breakable"]},
     f"{_RUN}.tc_piecewise_cuda_graph": {"is_in_tc_piecewise_cuda_graph": lambda: IN_GRAPH["piecewise"]},
     f"{_DEEPSEEK}.attention_forward_methods.forward_methods": {"AttnForwardMethod": Method},
+    f"{_DEEPSEEK}.utils": {"FORWARD_ABSORB_CORE_ATTENTION_BACKENDS": IN_PARTS},
     _DEEPSEEK: {
         "attention_backend_handler": SimpleNamespace(
             AttentionBackendRegistry=SimpleNamespace(register=HANDLERS.__setitem__)

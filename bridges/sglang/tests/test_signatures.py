@@ -253,6 +253,8 @@ def test_what_verifies_trees_says_so(sglang: Path) -> None:
     assert on_cpu in tree_modes or "is_cpu" not in tree_modes, "0.5.14 does not speculate on a CPU"
 
 
+DEEPSEEK = "sglang.srt.models.deepseek_common"
+ABSORBED = f"{DEEPSEEK}.attention_forward_methods.forward_mla"
 DSA = "sglang.srt.layers.attention.dsa"
 
 
@@ -281,11 +283,52 @@ def test_the_indexer_finds_what_it_reads_of_a_batch(sglang: Path) -> None:
 
 
 def test_sparse_layers_pass_on_what_was_selected(sglang: Path) -> None:
-    where = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla"
-    text = module(sglang, where).read_text()
+    text = module(sglang, ABSORBED).read_text()
     assert "**(dict(topk_indices=topk_indices) if topk_indices is not None else {})" in text
     pools = module(sglang, "sglang.srt.mem_cache.memory_pool").read_text()
     assert "self.dsa_kv_cache_store_fp8 = " in pools
+
+
+LIST = "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS"
+
+
+def test_backends_of_a_list_get_queries_and_rows_in_two_parts(sglang: Path) -> None:
+    """Why the bridge adds to the list, and what else it has an effect on. If this fails, look at SGLang's new uses."""
+    assert f"{LIST} = [" in module(sglang, f"{DEEPSEEK}.utils").read_text()
+    core = methods(class_of(sglang, ABSORBED, "DeepseekMLAForwardMixin"))["forward_absorb_core"]
+    (parts,) = (
+        node
+        for node in core.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == f"self.current_attention_backend in {LIST}"
+    )
+    given, joined = ("\n".join(map(ast.unparse, body)) for body in (parts.body, parts.orelse))
+    assert "self.attn_mqa(q_nope_out, k_nope, k_nope, forward_batch, q_rope=q_pe, k_rope=k_pe, **extra_args" in given
+    assert "torch.cat([q_nope_out, q_pe], dim=-1)" in joined and "q *= llama_4_scaling" in joined
+    assert "self.llama_4_scaling_config = " in module(sglang, "sglang.srt.models.deepseek_v2").read_text()
+    uses = {
+        (path.stem, function.name)
+        for path in (sglang / "sglang" / "srt").rglob("*.py")
+        if LIST in path.read_text()
+        for function in ast.walk(tree(path))
+        if isinstance(function, ast.FunctionDef) and LIST in ast.unparse(function)
+    }
+    newer = {
+        ("forward_mla", "_can_fuse_bmm_into_attention"),
+        ("forward_mla", "_q8kv8_born_fp8_q_backend"),
+        ("forward_mla_rocm", "_can_fuse_bmm_rope_cat_and_cache"),
+        ("forward_mla_rocm", "forward_absorb_rocm_prepare"),
+        ("forward_mla_rocm", "forward_absorb_rocm_core"),
+    }
+    older = {("forward_mla", "_skip_rope_for_aiter_fused_mla")}  # of ROCm
+    assert uses == {("forward_mla", "forward_absorb_core")} | (older if sglang.name == ENDS[0] else newer)
+
+
+def test_rows_in_two_parts_are_written_by_every_pool_of_mla(sglang: Path) -> None:
+    for name in ("MLATokenToKVPool", "HybridLinearKVPool"):
+        own = methods(class_of(sglang, "sglang.srt.mem_cache.memory_pool", name))["set_mla_kv_buffer"]
+        assert signature(own).bind("self", "layer", "out_cache_loc", "k", "k_rope")
+    call = "self.token_to_kv_pool.set_mla_kv_buffer("
+    assert call in module(sglang, "sglang.srt.layers.attention.flashinfer_mla_backend").read_text()
 
 
 def test_decode_context_parallelism_is_for_sglangs_own_backends(sglang: Path) -> None:
@@ -300,12 +343,10 @@ def test_decode_context_parallelism_is_for_sglangs_own_backends(sglang: Path) ->
     assert condition == "is_hip() or is_cuda() or _is_npu or _is_xpu", "not on a CPU"
     mha = [path.stem for path in attention.glob("*_backend.py") if "cp_lse_ag_out_rs_mha" in path.read_text()]
     assert "triton_backend" in mha, "MHA is gathered and merged inside each backend"
-    where = "sglang.srt.models.deepseek_common"
-    text = module(sglang, f"{where}.attention_forward_methods.forward_mla").read_text()
+    text = module(sglang, ABSORBED).read_text()
     core = text.split("def forward_absorb_core")[1].split("# correct attn_output")[0]
     (others,) = core.split("        else:\n            q = torch.cat([q_nope_out, q_pe]")[1:]
     assert ", lse = " in core and ", lse = " not in others, "MLA's results are merged for backends of a list only"
-    assert "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS = [" in module(sglang, f"{where}.utils").read_text()
 
 
 def test_pools_have_their_shape(sglang: Path) -> None:

@@ -22,7 +22,7 @@ from attnplug_sglang.sparse import IndexerMetadata, indexer_dims
 from attnplug_testing.errors import naming
 from sglang_fakes import Mode, batch, slots_table
 from sglang_stand_in import HANDLERS, Method, Radix, sglang
-from test_backend import runner
+from test_backend import runner, stored_by
 from test_planning import Recorder
 from test_selection import CHAIN, arguments
 
@@ -148,6 +148,33 @@ def test_packed_rows_are_written_and_read_as_sglang_stores_them(build: Any) -> N
     torch.testing.assert_close(rows[given.out_cache_loc].float(), k.squeeze(1).float(), atol=0.2, rtol=0.07)
     want = expected(q, rows.view(-1, 576), query_slots(table, new), positions, 512)
     torch.testing.assert_close(out.double(), want, atol=0.03, rtol=0.02)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_selected_rows_are_attended_to_by_queries_in_two_parts(build: Any, packed: bool) -> None:
+    """SGLang's pool writes bfloat16 rows in two parts; the backend writes those with scales."""
+    prefixes, new, found = [69, 10], [1, 1], []
+    table = slots_table([70, 11], PAGE, context=256)
+    for parts in (False, True):
+        torch.manual_seed(0)
+        buffer = torch.randn(PAGES * PAGE, 1, 576, dtype=torch.bfloat16)
+        if packed:
+            buffer = torch.zeros(PAGES * PAGE, 1, 656, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        made, latent = sparse_runner(table, buffer, (512, 64), dtype=torch.bfloat16)
+        stored = stored_by(made.token_to_kv_pool, 512)
+        backend, given = build(made), batch(table, prefixes, new, Mode.DECODE)
+        backend.init_forward_metadata(given)
+        q, k = torch.randn(2, HEADS, 576, dtype=torch.bfloat16), torch.randn(2, 1, 576, dtype=torch.bfloat16)
+        positions = random_positions(prefixes, new)
+        if parts:
+            q, k, rope = q[..., :512], k[..., :512], {"q_rope": q[..., 512:], "k_rope": k[..., 512:]}
+            out = backend.forward_decode(q, k, k, latent, given, topk_indices=positions, **rope)
+        else:
+            out = backend.forward_decode(q, k, k[..., :512], latent, given, topk_indices=positions)
+        assert len(stored) == (parts and not packed)
+        found.append((out, buffer.view(torch.uint8)))
+    for one, parted in zip(*found, strict=True):
+        assert torch.equal(one, parted)
 
 
 def test_a_sparse_layer_without_selected_rows_is_refused(build: Any) -> None:

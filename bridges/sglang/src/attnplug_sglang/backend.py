@@ -17,6 +17,9 @@ from attnplug_sglang.mla_prefill import RaggedPrefill
 from attnplug_sglang.planning import CapturedGroups, GroupedStep, PlannedGroup, eager_step, fill_trees, mode_of
 from attnplug_sglang.sparse import IndexerMetadata, SelectPositions
 
+_OF_MLA = ("sinks", "topk_indices", "q_rope", "k_rope")
+"""Arguments of absorbed MLA layers beyond q, k and v."""
+
 
 class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # SGLang is not typed
     """Implements SGLang's protocol with one ``ModelAttention`` per KV group.
@@ -50,8 +53,13 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # SGLang is not t
         self._select = select
         claims = [group.attention.backend.claims for group in self._groups]
         self.needs_cpu_seq_lens = any(claim.needs_cpu_seq_lens for claim in claims)
-        is_mla = any(spec.mla is not None for spec in layers.specs)
-        self._ragged = RaggedPrefill(self._groups[0].attention.backend) if is_mla else None
+        mla = layers.specs[0].mla
+        self._ragged = RaggedPrefill(self._groups[0].attention.backend) if mla is not None else None
+        self.takes_q_rope = (
+            mla is not None and mla.qk_rope_head_dim > 0 and all("q_rope" in claim.extras for claim in claims)
+        )
+        """True if every backend that may run a batch takes queries of MLA layers in two parts."""
+        self._stores_rows = tuple(map(_stores_rows, self._groups))
 
     @property
     def attention(self) -> tuple[ModelAttention, ...]:
@@ -162,8 +170,8 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # SGLang is not t
         save_kv_cache: bool,
         extras: dict[str, Any],
     ) -> Tensor:
-        self._check_extras(extras, ("sinks", "topk_indices"))
         step, spec = self._step(forward_batch), self._layers.spec(layer)
+        self._check_extras(extras, ("sinks", "topk_indices") if spec.mla is None else _OF_MLA)
         number = self._group_of[spec.layer_id]
         if self.token_to_kv_pool.layer_transfer_counter is not None:
             self.token_to_kv_pool.get_key_buffer(spec.layer_id)  # waits for the hierarchical cache to load the layer
@@ -174,16 +182,36 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # SGLang is not t
                 f"backend was selected for a layer {'with' if spec.sinks else 'without'} them; use one of SGLang's "
                 "own backends"
             )
+        q_rope, k_rope = extras.get("q_rope"), extras.get("k_rope")
+        if k_rope is not None:
+            k = self._unwritten(k, k_rope, layer, forward_batch, number) if save_kv_cache and k is not None else None
+        if q_rope is None:
+            q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        else:
+            q = q.view(-1, layer.tp_q_head_num, layer.v_head_dim)
+            q_rope = q_rope.view(*q.shape[:2], layer.qk_head_dim - layer.v_head_dim)
+            if not self.takes_q_rope:
+                q, q_rope = torch.cat((q, q_rope), -1), None
         out = self._groups[number].attention.attend(
-            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            q,
             k,
             None if spec.mla is not None else v,
             spec,
             step.batches[number],
             save_kv_cache=save_kv_cache and k is not None,
-            extras=_forward_extras(sinks, positions),
+            extras=_forward_extras(sinks, positions, q_rope),
         )
         return out.flatten(1)
+
+    def _unwritten(self, k: Tensor, k_rope: Tensor, layer: Any, forward_batch: Any, number: int) -> Tensor | None:
+        """Have SGLang's pool write new rows in two parts, or concatenate them if the backend must write them.
+
+        Returns the rows that the backend writes; ``None`` if they are in the cache.
+        """
+        if not self._stores_rows[number]:
+            return torch.cat((k, k_rope), -1)
+        self.token_to_kv_pool.set_mla_kv_buffer(layer, forward_batch.out_cache_loc, k, k_rope)
+        return None
 
     def _step(self, forward_batch: Any) -> GroupedStep:
         step, mode = self.forward_metadata, mode_of(forward_batch)
@@ -200,10 +228,20 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # SGLang is not t
             raise BackendError(f"the model passes {', '.join(unknown)} to attention, which attnplug does not support")
 
 
-def _forward_extras(sinks: Tensor | None, positions: Tensor | None) -> ForwardExtras | None:
-    if sinks is None and positions is None:
+def _stores_rows(group: PlannedGroup) -> bool:
+    """Return True if SGLang's pool writes MLA rows in two parts as the backend would write whole rows.
+
+    It does not saturate fp8, and slots of a window pool are translated by the bridge.
+    """
+    mla = group.attention.mla
+    return mla is not None and None not in mla.by_slot.values() and not group.table.translated
+
+
+def _forward_extras(sinks: Tensor | None, positions: Tensor | None, q_rope: Tensor | None) -> ForwardExtras | None:
+    if sinks is None and positions is None and q_rope is None:
         return None
     return ForwardExtras(
+        q_rope=q_rope,
         sinks=None if sinks is None else sinks.to(torch.float32),
         selected=None if positions is None else SelectedPositions(positions),
     )

@@ -77,6 +77,7 @@ def _build(name: str, runner: Any) -> AttnplugBackend:
     backend = AttnplugBackend(runner, layers, groups, _index_select(arguments) if model.is_sparse else None)
     if runner.use_mla_backend:  # selected rows are read from the cache in place: absorbed only
         _register_prefill(name, backend, ExtendPath.ABSORBED if model.is_sparse else problem.extend_path)
+        _pass_parts(name, backend.takes_q_rope and _may_pass_parts(runner.model, arguments))
     logger.info("%s: %s", name, _summary(selection))
     return backend
 
@@ -194,6 +195,31 @@ def _register_prefill(name: str, backend: AttnplugBackend, path: ExtendPath | No
         return methods.get(extend_path(batch, layer, abilities, captured), AttnForwardMethod.MLA)
 
     handlers.AttentionBackendRegistry.register(name, handle)
+
+
+def _may_pass_parts(model: Any, arguments: Any) -> bool:
+    """Return True if SGLang's path with queries in two parts computes the same as the one that concatenates them."""
+    if torch.version.hip is not None:
+        return False  # 0.5.14 leaves the rotary embedding of dense models to fused kernels of its own backends (aiter)
+    if arguments.speculative_algorithm is not None:
+        return False  # 0.5.14: layers of a draft look up the target's backend, but run on a backend of SGLang's
+    # Only the concatenated path scales queries by position for every backend (Mistral Large 3).
+    return all(getattr(module, "llama_4_scaling_config", None) is None for module in model.modules())
+
+
+def _pass_parts(name: str, parts: bool) -> None:
+    """Have SGLang's MLA models pass queries and new rows to backend ``name`` in two parts, or concatenated.
+
+    SGLang has no function for it; models read the list in every forward. Its other uses do not concern this bridge:
+    queries quantized early require a method of SGLang's sparse backend, merging over a divided context requires
+    ``--dcp-size``, which is refused, and prefill graphs of sparse models only move the absorption of queries.
+    """
+    from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS as in_parts
+
+    if name in in_parts:
+        in_parts.remove(name)  # of a model that this process had before
+    if parts:
+        in_parts.append(name)
 
 
 def _summary(selection: Selection) -> str:

@@ -88,6 +88,31 @@ def test_mla_with_a_prefix_in_one_shot(tmp_path: Path) -> None:
     assert found["again"] == found["tokens"][6:]
 
 
+@pytest.fixture
+def in_parts(tmp_path: Path) -> list[str]:
+    """Folders with the plugin of the backend ``in_parts`` and the metadata of its distribution."""
+    metadata = tmp_path / "site" / "in_parts-1.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: in-parts\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text("[attnplug.plugins]\nin_parts = in_parts\n")
+    return [str(HERE.parent), str(metadata.parent)]
+
+
+def test_mla_with_queries_and_rows_in_two_parts(in_parts: list[str], tmp_path: Path) -> None:
+    """Prefixes, chunks and decodes. The backend accepts nothing else; SGLang's pool writes the rows."""
+    folder = tiny_checkpoints.save("deepseek", tmp_path)
+    ours = {"attention_backend": "attnplug:in_parts"}
+    small, large = serve(
+        folder,
+        {**ours, "chunked_prefill_size": 64},
+        {**ours, "page_size": 16, "chunked_prefill_size": 64},
+        paths=in_parts,
+    )
+    assert small["tokens"] == large["tokens"] == tiny_checkpoints.expected(folder)
+    assert small["again"] == large["again"] == small["tokens"][6:]
+    assert large["cached"] == [64, 96]
+
+
 def drafting(folder: Path, topk: int, tokens: int) -> dict[str, Any]:
     """Case with drafts of three steps by a noisy copy of the model, on SGLang's own backend."""
     return {
