@@ -72,7 +72,7 @@ def test_a_module_of_another_model_is_refused() -> None:
         layers.spec(module(5))
 
 
-@pytest.mark.parametrize("name", ["sinks", "attention_sink_bias", "attn_sink"])
+@pytest.mark.parametrize("name", ["sinks", "attention_sink_bias", "attn_sink", "learnable_sink_param"])
 def test_sinks_are_found_beside_the_attention(name: str) -> None:
     attention = module(4)
     parent = SimpleNamespace(**{name: object()}, children=lambda: [attention, object()])

@@ -124,4 +124,4 @@ def with_sinks(named_modules: Iterable[tuple[str, Any]], attention: type[Any]) -
             yield from (child.layer_id for child in module.children() if isinstance(child, attention))
 
 
-_SINKS = ("sinks", "attention_sink_bias", "attn_sink")
+_SINKS = ("sinks", "attention_sink_bias", "attn_sink", "learnable_sink_param")
