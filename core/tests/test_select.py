@@ -367,6 +367,19 @@ def test_an_explicit_request_that_is_refused_begins_with_its_own_reasons_and_nam
     assert "d-dist" not in str(caught.value)
 
 
+def test_one_that_serves_another_role_is_kept_beside_another_backend() -> None:
+    """D3: not replaced."""
+    decodes = backend("b", replace(PLAIN, roles={"decode"}))
+    with pytest.raises(SelectionError) as caught:
+        select(registry(backend("a"), decodes), BackendRequest("b"), Problem(LLAMA))
+    assert str(caught.value).splitlines()[:3] == [
+        "b (b-dist 1.2) was asked for by attention_backend and cannot serve prefill:",
+        "  - role prefill is not supported, only decode (change attention_backend)",
+        "usable by prefill_attention_backend beside b: a; 'attnplug explain' gives every reason against every other "
+        "backend",
+    ]
+
+
 def test_unserved_roles_are_explained_by_the_backend_requested_for_each() -> None:
     """D3"""
     mla = replace(PLAIN, kinds={"mla"})

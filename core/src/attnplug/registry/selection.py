@@ -152,9 +152,8 @@ class Selection:
         problem, prefill = self.problem, self.choices.get(Role.PREFILL)
         linear = self.serving(Role.LINEAR) if Role.LINEAR in self.choices else ()
         captured = all(each.spec.capabilities.cuda_graph is GraphLevel.ALWAYS for each in linear)
-        if not problem.wants_prefill_graphs or problem.device == "cpu" or problem.extend_path or problem.invariant:
-            return []
-        if prefill is None or prefill.requested != AUTO or not captured:
+        eager = problem.device == "cpu" or problem.extend_path or problem.invariant or not problem.wants_prefill_graphs
+        if eager or prefill is None or prefill.requested != AUTO or not captured:
             return []
         able = [name for name, level in levels.items() if level is GraphLevel.ALWAYS]
         prefills = {candidate.backend.spec.name for candidate in prefill.candidates if not candidate.refusals}
@@ -193,7 +192,7 @@ def refusal_lines(selection: Selection, render: Render) -> Iterator[str]:
         if choices[0].requested == AUTO:
             yield f"{roles}: {why}\n"
             continue
-        asked = choices[0].candidates[0].backend
+        asked, own = choices[0].candidates[0].backend, choices[0].role.setting
         by = " and ".join(dict.fromkeys(render(choice.setting) or choice.setting for choice in choices))
         yield f"{asked.spec.name} ({asked.source}) was asked for by {by} and cannot serve {roles}:"
         reasons: dict[str, list[RoleChoice]] = {}
@@ -203,8 +202,10 @@ def refusal_lines(selection: Selection, render: Render) -> Iterator[str]:
         for reason, concerned in reasons.items():
             yield f"  - {reason}" if len(concerned) == len(choices) else f"  - for {concerned[0].role}: {reason}"
         usable = [{c.backend.spec.name: None for c in choice.candidates if not c.refusals} for choice in choices]
-        names = ", ".join(name for name in usable[0] if all(name in others for others in usable))
-        yield f"usable instead: {names or 'none'}; 'attnplug explain' gives every reason against every other backend\n"
+        names = ", ".join(name for name in usable[0] if all(name in others for others in usable)) or "none"
+        serves = any(each not in choices and each.chosen_name == asked.spec.name for each in selection.choices.values())
+        how = f"usable by {render(own) or own} beside {asked.spec.name}" if serves else "usable instead"
+        yield f"{how}: {names}; 'attnplug explain' gives every reason against every other backend\n"
     yield from _inputs(selection)
 
 
@@ -234,8 +235,7 @@ def explanation(selection: Selection, render: Render = str) -> Iterator[str]:
             names.setdefault(reason, []).append(name)
         limiting = "; ".join(f"by {' and '.join(limited)} ({reason})" for reason, limited in names.items())
         prefills = f"; short prefills by {graphs['short_prefills']}" if graphs["short_prefills"] else ""
-        yield ""
-        yield f"CUDA graphs: {graphs['level'].upper()}{', ' if limiting else ''}{limiting}{prefills}"
+        yield from ("", f"CUDA graphs: {graphs['level'].upper()}{', ' if limiting else ''}{limiting}{prefills}")
 
 
 def _declared_level(selection: Selection, spec: BackendSpec, role: Role) -> tuple[GraphLevel, str]:
