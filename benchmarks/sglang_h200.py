@@ -312,15 +312,7 @@ class Running:
         return time.monotonic() - self.begun
 
     def end(self) -> None:
-        for _ in range(20):
-            alive = members(self.process.pid)
-            for pid in alive:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self.process.poll()
-            if not alive:
-                return
-            time.sleep(0.25)
+        end_session(self.process)
 
     def lines(self, reference: Reference) -> list[dict[str, Any]]:
         text = self.log.read_text(errors="replace")
@@ -369,6 +361,19 @@ def reason(text: str) -> str:
     ]
     first = " | ".join(line.strip()[:300] for line in lines[named[0] : named[0] + 4]) if named else ""
     return (first + " … " + " | ".join(line.strip()[:300] for line in lines[-6:]))[-2500:]
+
+
+def end_session(leader: subprocess.Popen[bytes]) -> None:
+    """Kill all processes of a session."""
+    for _ in range(20):
+        alive = members(leader.pid)
+        for pid in alive:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        leader.poll()
+        if not alive:
+            return
+        time.sleep(0.25)
 
 
 def members(session: int) -> list[int]:

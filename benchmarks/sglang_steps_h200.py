@@ -28,9 +28,7 @@ import argparse
 import asyncio
 import gzip
 import json
-import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
@@ -45,7 +43,7 @@ from decode_h200 import machine_of
 from decode_models import MODELS, Config, smaller
 from decode_points import Clock, DeviceLock, Point, points_of
 from decode_trace import analyse
-from sglang_h200 import OF_DEEPSEEK, members, reason
+from sglang_h200 import OF_DEEPSEEK, end_session, reason
 from vllm_h200 import _entry, _numbers, _save, merged, table
 
 BACKENDS = {
@@ -260,15 +258,7 @@ class Process:
             time.sleep(0.1)
 
     def end(self) -> None:
-        for _ in range(20):
-            alive = members(self._process.pid)
-            for pid in alive:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self._process.poll()
-            if not alive:
-                return
-            time.sleep(0.25)
+        end_session(self._process)
 
     def result(self, arguments: argparse.Namespace) -> dict[str, Any]:
         """Its results so far, with the end of its log if it did not reach the last point."""

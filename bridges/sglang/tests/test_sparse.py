@@ -22,8 +22,9 @@ from attnplug_sglang.sparse import IndexerMetadata, indexer_dims
 from attnplug_testing.errors import naming
 from sglang_fakes import Mode, batch, slots_table
 from sglang_stand_in import HANDLERS, Method, Radix, sglang
-from test_backend import runner, stored_by
+from test_backend import runner
 from test_planning import Recorder
+from test_query_parts import stored_by
 from test_selection import CHAIN, arguments
 
 PAGE, PAGES, TOPK, HEADS, NAME = 64, 12, 8, 4, "attnplug:torch_sparse"
