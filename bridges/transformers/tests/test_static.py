@@ -16,7 +16,7 @@ from transformers import CompileConfig
 from transformers.cache_utils import StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from attnplug import CacheLayout
+from attnplug import CacheLayout, Role
 from attnplug.host import BackendRequest, ModelAttention, load_registry
 from attnplug_testing.errors import naming
 from attnplug_transformers import BridgeError, static_cache
@@ -331,6 +331,25 @@ def test_a_backend_without_graphs_is_left_out_of_compiled_steps_on_a_gpu(monkeyp
     key = torch.zeros(1, 2, 8, 16)
     caches.register(0, key, torch.zeros(1, 2, 8, 16), layer_of(key, key, key, None, None, None, False))
     assert caches.breaks_graphs
+
+
+@pytest.mark.parametrize(("name", "plans_in_graphs"), [("auto", True), ("triton_mha", True), ("flashattention", False)])
+def test_a_graph_captures_no_plan_that_needs_lengths_on_the_host(name, plans_in_graphs, monkeypatch):
+    """Its own steps allocate memory that outlives the graph. ``auto`` leaves such backends out; one that is named runs
+    outside of graphs."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    query, key = torch.empty(1, 4, 1, 64), torch.empty(1, 2, 8, 64)
+    layer = layer_of(query, key, key, None, None, None, False)
+    shape = CacheShape(layer, 1, 2, 8, torch.device("cuda"), torch.bfloat16)
+    selection = shape.select(BackendRequest(name))
+    assert selection.problem.exact_lengths is not plans_in_graphs
+    served = [backend.spec.capabilities for backend in selection.choices[Role.DECODE].serving]
+    assert any(can.needs_cpu_seq_lens for can in served) is not plans_in_graphs
+    caches = StaticCaches(BackendRequest(name))
+    monkeypatch.setattr(CacheShape, "of", classmethod(lambda cls, layer, key: shape))
+    caches.register(0, key, key.clone(), layer)
+    assert caches.breaks_graphs is not plans_in_graphs
 
 
 class _Selected:

@@ -94,16 +94,18 @@ def planned(attention: ModelAttention, geometry: Geometry) -> ForwardBatch:
     return batch
 
 
-def choose(request: BackendRequest, problem: Problem, *, wants_graphs: bool = False) -> Selection:
+def choose(request: BackendRequest, problem: Problem, *, plans_in_graphs: bool = False) -> Selection:
     """Select backends. Raises :class:`BridgeError` with every reason, in transformers' option names.
 
-    ``wants_graphs``: steps are compiled, so prefer backends that CUDA graphs can capture.
+    ``plans_in_graphs``: CUDA graphs capture steps together with their plans, from lengths on the device.
     """
     try:
         refusals = HOST.refuse(problem)
         if refusals:
             raise BridgeError("; ".join(refusal.format(HOST.render) for refusal in refusals))
-        registry, fitted = load_registry(), replace(HOST.fit(problem), wants_graphs=wants_graphs)
+        registry, fitted = load_registry(), HOST.fit(problem)
+        if plans_in_graphs:
+            fitted = replace(fitted, wants_graphs=True, exact_lengths=False)
         return select(registry, request, fitted, ranking=default_ranking(registry, fitted))
     except AttnplugError as error:
         raise BridgeError(error.format(HOST.render)) from None

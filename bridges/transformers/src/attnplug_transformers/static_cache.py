@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from attnplug import (
     CacheLayout,
+    Claims,
     ForwardBatch,
     ForwardExtras,
     ForwardMode,
@@ -65,10 +67,13 @@ class CacheShape:
         return self.batch * self.kv_heads
 
     def select(self, request: BackendRequest) -> Selection:
-        """Select backends; on a GPU, prefer those that CUDA graphs can capture."""
+        """Select backends; on a GPU, those whose plan a CUDA graph can capture, if there are any."""
         model = ModelSpec("transformers", "transformers", (self.layer,), self.columns)
         problem = problem_of(model, self.device, self.dtype, 1, CacheLayout.TOKEN_MAJOR)
-        return choose(request, problem, wants_graphs=self.device.type == "cuda")
+        if self.device.type == "cuda":
+            with suppress(BridgeError):
+                return choose(request, problem, plans_in_graphs=True)
+        return choose(request, problem)
 
 
 class CacheLayers:
@@ -98,7 +103,7 @@ class CacheLayers:
         self._lens = torch.ones(count, dtype=torch.int32, device=device)
         self._shortest = 0
         self._batch: ForwardBatch | None = None
-        self.captured = self._attention.graph_level >= GraphLevel.DECODE
+        self.captured = _plans_in_graphs(self._attention.backend.claims)
         self.step: object = None
         """Identity of the step that the plan is for."""
         if self.captured:
@@ -205,8 +210,7 @@ class StaticCaches(threading.local):
         self._registered[-1][index] = weakref.ref(key), weakref.ref(value), layer
         if key.is_cuda and len(self._registered[-1]) == 1:
             served = CacheShape.of(layer, key).select(self._request).choices[Role.DECODE].serving
-            levels = [backend.spec.capabilities.cuda_graph for backend in served]
-            self.breaks_graphs = min(levels) < GraphLevel.DECODE
+            self.breaks_graphs = not all(_plans_in_graphs(backend.spec.capabilities) for backend in served)
 
     @property
     def is_registering(self) -> bool:
@@ -280,6 +284,11 @@ class StaticCaches(threading.local):
         widths = shape.layer.head_dim, shape.layer.v_head_dim
         keys, values = (torch.zeros(*sizes, width, dtype=shape.dtype, device=shape.device) for width in widths)
         return CacheLayers(self._request, shape, [(keys, values)])
+
+
+def _plans_in_graphs(claims: Claims) -> bool:
+    """Return True if a CUDA graph can capture a decode step together with its plan, from lengths on the device."""
+    return claims.cuda_graph >= GraphLevel.DECODE and not claims.needs_cpu_seq_lens
 
 
 def _memory_of(key: weakref.ref[Tensor], value: weakref.ref[Tensor]) -> tuple[int, int] | None:
