@@ -259,7 +259,7 @@ def every_kernel(cases: list[dict[str, Any]]) -> Iterator[tuple[int, str, Any]]:
     yield 90, "plan", plan(90, cut, uniform=True, window=0)
     yield 90, "plan of different rows", plan(90, cut, uniform=False, window=100)
     yield 90, "merge", merge(90, cut, first["type"], merge_config(132, 16, 256, 132))
-    fixed = asdict(INVARIANT[0])
+    fixed = asdict(INVARIANT[-1])
     yield 90, "attend by splits", attend(90, fixed, first["type"], 128)
     yield 90, "plan of splits", plan(90, fixed, uniform=True, window=0)
     yield 90, "merge of splits", merge_splits(90, fixed, first["type"])

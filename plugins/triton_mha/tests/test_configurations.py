@@ -14,6 +14,7 @@ from attnplug_testing.devices import INTERPRETED
 from attnplug_testing.triton_mode import compiled_by
 from attnplug_triton_mha.configurations import (
     FORMATS,
+    INVARIANT,
     LONG_ROWS,
     MAX_TILE,
     PACKS,
@@ -21,6 +22,7 @@ from attnplug_triton_mha.configurations import (
     MHAKernelLimits,
     choose,
     fit_config,
+    fit_invariant,
     max_partial_rows,
 )
 
@@ -39,6 +41,18 @@ def test_every_shape_finds_its_entry(format):
                 assert entry in entries
                 assert entry.tile == 16 or rows > entry.tile // 2, "a tile most of which is never used"
     assert choose(LONG_ROWS, 1, 8, format) is entries[-1] and choose(LONG_ROWS - 1, 1, 8, format) is entries[-2]
+
+
+@pytest.mark.parametrize("format", range(len(TABLES)))
+@pytest.mark.parametrize(("dim", "tiles"), [(64, [16, 64]), (128, [16, 64, 128]), (256, [16, 64])])
+@pytest.mark.parametrize("sm", SHARED)
+def test_invariant_configurations_have_equal_steps(sm, dim, tiles, format):
+    """Steps set the order of sums. A tile that a GPU's memory holds with shorter steps only is left out."""
+    limits = MHAKernelLimits(sm, SHARED[sm], dim, dim, format)
+    fits = fit_invariant(INVARIANT, limits)
+    assert len({each.step for each in fits}) == 1 and all(each.split for each in fits)
+    found = [each.tile for each in fits]
+    assert found == tiles if sm == 90 else max(found) <= max(tiles)
 
 
 @INTERPRETED

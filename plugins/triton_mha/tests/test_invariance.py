@@ -52,6 +52,14 @@ def test_a_row_has_the_same_bits_decoded_verified_and_prefilled(setting, device)
     same_bits.check_every_mode(stage_of(device, **SETTINGS[setting]), first=240, new=17)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_largest_tile_gives_the_bits_of_the_others():
+    """Only head dim 128 has it: extends run on it, verified rows on the tile below, decoded ones on the smallest."""
+    case = mha(((0, 300 * SCALE["cuda"]), (0, 40)), EXTEND, 16, 8, 2, 128, levels=LEVELS)
+    same_bits.check_every_mode(store_all(scene(case, "cuda")), first=240, new=17)
+
+
 @on_every_device
 @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 3), (MIXED, 20)])
 @pytest.mark.sample(1)

@@ -72,13 +72,13 @@ TABLE: tuple[tuple[int, int, MHAKernelConfig], ...] = (
 )
 INVARIANT = (
     MHAKernelConfig(16, 64, 4, 3, programs=2, prefetch=1, split=64),
-    MHAKernelConfig(64, 64, 8, 3, programs=1, prefetch=1, split=64),
+    MHAKernelConfig(64, 64, 4, 3, programs=1, prefetch=1, split=64),
+    MHAKernelConfig(MAX_TILE, 64, 8, 3, programs=1, prefetch=1, split=64),
 )
 """Configurations if levels of invariance beyond ``run`` are requested, the smallest tiles first.
 
 Bits do not depend on the tile: rows of a product are independent, on mma.sync and wgmma alike (checked on an H200), and
-all configurations have the same steps and splits. Eight warps hold the sums of a split and of all splits before it
-without spilling."""
+all configurations have the same steps and splits."""
 _FEW_SHORT = replace(_FEW, step=64, prefetch=2)
 """``_FEW`` for rows of half the bytes: fp8, and key and value dims of up to ``_NARROW``. With the latter, 0.66 to 0.84
 of the time from 2 x 4096 and 4 x 1024 tokens on, and 1.03 at 1 x 1024 (H200)."""
@@ -177,12 +177,21 @@ def _specializes(limits: MHAKernelLimits) -> bool:
 def fit_invariant(
     configurations: tuple[MHAKernelConfig, ...], limits: MHAKernelLimits | None
 ) -> tuple[MHAKernelConfig, ...]:
-    """Return the configurations as ``fit_config`` does. Those that cannot have the steps of the last are left out."""
+    """Return the configurations as ``fit_config`` does, with equal steps; those that cannot have them are left out.
+
+    Steps are those of the largest tile below ``MAX_TILE``, which any head dim can have. ``MAX_TILE`` is faster with
+    head dim 128 only (0.59 of the time with 4096 tokens, H200): with 64, half of the rows are as fast and divide short
+    prompts among more programs; above, its sums exceed the registers.
+    """
     if limits is None:
         return configurations
-    last = fit_config(configurations[-1], limits)
-    fits = [fit_config(replace(each, step=last.step), limits) for each in configurations[:-1]]
-    return *(each for each in fits if each.step == last.step), last
+    width = max(limits.width, limits.v_width)
+    *smaller, base = (each for each in configurations if each.tile < MAX_TILE)
+    base = fit_config(base if width < WIDE else replace(base, warps=2 * base.warps), limits)
+    largest = [each for each in configurations if each.tile == MAX_TILE and _NARROW < width < WIDE]
+    fits = [fit_config(replace(each, step=base.step), limits) for each in (*smaller, *largest)]
+    kept = [each for each in (base, *fits) if each.step == base.step]
+    return tuple(sorted(kept, key=lambda each: each.tile))
 
 
 def _shared_bytes(configuration: MHAKernelConfig, limits: MHAKernelLimits) -> int:

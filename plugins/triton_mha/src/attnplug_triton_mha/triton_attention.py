@@ -17,9 +17,8 @@ requests it is latency-bound: loads that depend on each other take 0.3 to 0.8 µ
   four. A layer's key scale is part of the logits' scale; its value scale is applied to the result.
 - Row scales are applied to logits, and to weights before the second product. ``top`` is the largest logit plus the
   logarithm of its value's scale, so that fp16 weights do not become subnormal if values are small.
-- With ``SPLIT``, a program computes splits at absolute positions one by one, each independently of the others, and
-  masks every step. The program of a tile's first split adds up all of its splits; others store each split
-  (``triton_splits``).
+- With ``SPLIT``, a program computes splits at absolute positions one by one, each independently of the others. The
+  program of a tile's first split adds up all of its splits; others store each split (``triton_splits``).
 - Memory behind a request's last row may hold anything, even NaN. It is not loaded (zeros take its place, because zero
   times NaN is NaN), and its logits are -inf.
 """
@@ -30,22 +29,28 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug_triton_mha.triton_merge import LOG2_E, finish, load_sinks, merge_parts
+from attnplug_triton_mha.triton_merge import LOG2_E, finish, load_sinks, merge_parts, store_partial
 from attnplug_triton_mha.triton_plan import RECORD
+from attnplug_triton_mha.triton_products import (
+    add_values,
+    finite_rows,
+    join_columns,
+    logits_of,
+    queries_for_products,
+    zero_sums,
+)
 from attnplug_triton_mha.triton_rows import (
     FP8_ROWS,
     NVFP4,
     SMALLEST_SCALE,
     columns,
     decode,
-    join_columns,
     load,
     load_group_scales,
     load_step_scales,
     log2_near,
     prefetch,
     rows_at,
-    split_queries,
 )
 from attnplug_triton_mha.triton_splits import SHORT_SPLITS, add_split, split_rows, splits_before, to_power_of_two
 
@@ -54,73 +59,10 @@ _SMALL_TILE = tl.constexpr(32)
 
 
 @triton.jit
-def _finite(rows):
-    """Return a mask of the rows that contain neither NaN nor infinity."""
-    return tl.min((tl.abs(rows.to(tl.float32)) < float("inf")).to(tl.int32), 1) > 0
-
-
-@triton.jit
 def _by_tree(bits, place):
     """Return the visibility of cache rows by the tree's bits; ``place`` is negative before the new rows."""
     bit = tl.minimum(tl.maximum(place, 0), 63).to(tl.int64)
     return (place < 0)[None, :] | (((bits[:, None] >> bit[None, :]) & 1) != 0)
-
-
-@triton.jit
-def _products(queries, keys, scale, SCALE_FIRST: tl.constexpr, PACK: tl.constexpr):
-    """Return scaled logits ``[TILE, STEP]`` of queries and keys, tuples of ``PACK`` tensors.
-
-    ``SCALE_FIRST``: scale partial products before they are added.
-    """
-    logits = tl.dot(queries[0], tl.trans(keys[0]))
-    if PACK == 4:
-        logits = tl.dot(queries[1], tl.trans(keys[1]), logits)
-        second = tl.dot(queries[3], tl.trans(keys[3]), tl.dot(queries[2], tl.trans(keys[2])))
-        logits = logits * scale + second * scale
-    elif PACK == 2 and SCALE_FIRST:
-        # The compiler would turn a plain sum of products into one dependent chain.
-        logits = logits * scale + tl.dot(queries[1], tl.trans(keys[1])) * scale
-    elif PACK == 2:
-        logits = tl.dot(queries[1], tl.trans(keys[1]), logits) * scale
-    else:
-        logits = logits * scale
-    return logits
-
-
-@triton.jit
-def _add_values(sums, kept, weights, values, PACK: tl.constexpr):
-    """Return ``sums`` times ``kept`` plus weighted values, tuples of ``PACK`` tensors."""
-    weights = weights.to(values[0].dtype)
-    first = tl.dot(weights, values[0], sums[0] * kept[:, None])
-    if PACK == 1:
-        sums = (first,)
-    else:
-        second = tl.dot(weights, values[1], sums[1] * kept[:, None])
-        if PACK == 2:
-            sums = first, second
-        else:
-            third = tl.dot(weights, values[2], sums[2] * kept[:, None])
-            sums = first, second, third, tl.dot(weights, values[3], sums[3] * kept[:, None])
-    return sums
-
-
-@triton.jit
-def _whole_rows(values, PACK: tl.constexpr):
-    """Return a mask of the rows without NaN and infinity, and the values with other rows set to zero."""
-    whole = _finite(values[0])
-    if PACK == 2:
-        whole = whole & _finite(values[1])
-    first = tl.where(whole[:, None], values[0], 0)
-    if PACK == 1:
-        values = (first,)
-    else:
-        second = tl.where(whole[:, None], values[1], 0)
-        if PACK == 2:
-            values = first, second
-        else:  # the only NaN of nvfp4 is a scale, which all four tensors share
-            third, fourth = tl.where(whole[:, None], values[2], 0), tl.where(whole[:, None], values[3], 0)
-            values = first, second, third, fourth
-    return whole, values
 
 
 @triton.jit
@@ -137,7 +79,7 @@ def _attend_rows(
     LATE_SCALE: tl.constexpr = PACK == 1 and TILE > _SMALL_TILE and not (CAPPED or INVARIANT_SUM)
     SCALE_FIRST: tl.constexpr = TILE <= _SMALL_TILE or INVARIANT_SUM
     product_scale, late_scale = (1.0, scale) if LATE_SCALE else (scale, 1.0)
-    logits = _products(queries, decode(key_rows, key_scales, FORMAT), product_scale, SCALE_FIRST, PACK)
+    logits = logits_of(queries, decode(key_rows, key_scales, FORMAT), product_scale, SCALE_FIRST, PACK)
     if FORMAT == FP8_ROWS:
         logits = logits * key_scales[None, :]
     if CAPPED:
@@ -150,7 +92,7 @@ def _attend_rows(
         if TREE:
             # Hidden values may be NaN, and NaN times a zero weight is NaN. Such value rows become zeros, and queries
             # that do see them get NaN logits.
-            whole, value_tensors = _whole_rows(decode(value_rows, value_scales, FORMAT), PACK)
+            whole, value_tensors = finite_rows(decode(value_rows, value_scales, FORMAT), PACK)
             if FORMAT == FP8_ROWS:
                 whole = whole & (value_scales < float("inf"))
                 value_scales = tl.where(whole, value_scales, 1.0)
@@ -177,7 +119,7 @@ def _attend_rows(
         weights *= value_scales[None, :]
     if not (MASKED and TREE):
         value_tensors = decode(value_rows, value_scales, FORMAT)
-    return higher, total, _add_values(sums, kept, weights, value_tensors, PACK)
+    return higher, total, add_values(sums, kept, weights, value_tensors, PACK)
 
 
 @triton.jit
@@ -261,9 +203,7 @@ def _attend_range(
     """Attend to cache rows from ``start`` to ``stop``. ``UNMASKED_LOOP``: a first loop runs steps without a mask."""
     middle = start
     if UNMASKED_LOOP and WINDOW == 0:
-        # Every row of the tile sees all cache rows before ``clear``.
-        clear = tl.minimum(prefix + (0 if TREE else tile * TILE // GROUP + 1), stop)
-        middle = start + tl.maximum(clear - start, 0) // STEP * STEP
+        middle = _steps_seen_by_all(start, stop, tile, prefix, TILE, STEP, GROUP, TREE)
         top, total, sums, page, scales = _attend_steps(
             top, total, sums, page, scales, start, middle, end, queries, seen, own, keys, key_scales, values,
             value_scales, table, table_column, scale, cap, DIM, V_DIM, WIDTH, V_WIDTH, PAGE_SIZE, K_PAGE, K_SLOT,
@@ -279,37 +219,56 @@ def _attend_range(
 
 
 @triton.jit
-def _queries(rows, there, scale, PACK: tl.constexpr):
-    """Return queries in the products' dtype, zeros for missing rows, and the scale of their logits."""
-    rows = tl.where(there, rows, 0.0)
-    if PACK > 1:
-        queries, by = split_queries(rows, scale, PACK)
-    else:
-        queries, by = (rows,), scale
-    return queries, by
-
-
-@triton.jit
-def _zeros(TILE: tl.constexpr, WIDTH: tl.constexpr, PACK: tl.constexpr):
-    zeros = tl.zeros([TILE, WIDTH // PACK], tl.float32)
-    if PACK == 4:
-        sums = zeros, zeros, zeros, zeros
-    elif PACK == 2:
-        sums = zeros, zeros
-    else:
-        sums = (zeros,)
-    return sums
-
-
-@triton.jit
-def _store_partial(
-    partials, partial_weights, totals, place, top, total, sums, live, ROWS: tl.constexpr, V_WIDTH: tl.constexpr
+def _steps_seen_by_all(
+    start, stop, tile, prefix, TILE: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, TREE: tl.constexpr
 ):  # fmt: skip
-    """Store partial result ``place``. Each has ``ROWS`` rows; further rows of the tile are not live."""
-    partial_row = place * ROWS + tl.arange(0, sums.shape[0])
-    tl.store(partials + partial_row[:, None] * V_WIDTH + tl.arange(0, V_WIDTH)[None, :], sums, mask=live[:, None])
-    tl.store(partial_weights + partial_row, top, mask=live)
-    tl.store(totals + partial_row, total, mask=live)
+    """Return the end of the steps from ``start`` on whose cache rows every row of the tile sees."""
+    clear = tl.minimum(prefix + (0 if TREE else tile * TILE // GROUP + 1), stop)
+    return start + tl.maximum(clear - start, 0) // STEP * STEP
+
+
+@triton.jit
+def _attend_splits(
+    top, total, whole_rows, split_top, split_total, sums, page, scales, number, split_end, start, stop, end, part,
+    first_place, totals, partials, partial_weights, live, queries, seen, own, keys, key_scales, values, value_scales,
+    table, table_column, scale, cap,
+    DIM: tl.constexpr, V_DIM: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    K_PAGE: tl.constexpr, K_SLOT: tl.constexpr, K_COLUMN: tl.constexpr, V_PAGE: tl.constexpr, V_SLOT: tl.constexpr,
+    V_COLUMN: tl.constexpr, KS_PAGE: tl.constexpr, KS_SLOT: tl.constexpr, KS_COLUMN: tl.constexpr,
+    VS_PAGE: tl.constexpr, VS_SLOT: tl.constexpr, VS_COLUMN: tl.constexpr, INT64: tl.constexpr, PAIRS: tl.constexpr,
+    TILE: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
+    FORMAT: tl.constexpr, PACK: tl.constexpr, prefix, bits, TREE: tl.constexpr, SPLIT: tl.constexpr,
+    SHORT: tl.constexpr, TILE_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Attend to the splits of cache rows from ``start`` to ``stop``; one that does not end there is continued later.
+
+    One pipelined loop over the steps of all splits: the next split's rows are in flight when a split ends.
+    """
+    for first in tl.range(start, stop, STEP, num_stages=1 if TREE and MASKED else None):
+        split_top, split_total, sums, page, scales = _attend_step(
+            split_top, split_total, sums, page, scales, first, end, queries, seen, own, keys, key_scales, values,
+            value_scales, table, table_column, scale, cap, DIM, V_DIM, WIDTH, V_WIDTH, PAGE_SIZE, K_PAGE, K_SLOT,
+            K_COLUMN, V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT, VS_COLUMN, INT64,
+            PAIRS, TILE, STEP, WINDOW, CAPPED, MASKED, FORMAT, PACK, prefix, bits, TREE, True,
+        )  # fmt: skip
+        if first + STEP >= tl.minimum(split_end, end):
+            # All columns of the total are equal.
+            whole_top, whole_total, split_sums = to_power_of_two(
+                split_top, tl.max(split_total, 1), join_columns(sums, PACK)
+            )
+            if part == 0:
+                top, total, whole_rows = add_split(top, total, whole_rows, whole_top, whole_total, split_sums)
+            else:
+                store_partial(
+                    partials, partial_weights, totals, first_place + number, whole_top, whole_total, split_sums, live,
+                    TILE_ROWS, V_WIDTH,
+                )  # fmt: skip
+            number += 1
+            split_end += split_rows(split_end, SPLIT, SHORT)
+            split_top = tl.full([TILE], float("-inf"), tl.float32)
+            split_total = tl.zeros([TILE, 16], tl.float32)
+            sums = zero_sums(TILE, V_WIDTH, PACK)
+    return top, total, whole_rows, split_top, split_total, sums, page, scales, number, split_end
 
 
 # Integers that change from batch to batch are not specialized: another variant for the value 1 would gain nothing.
@@ -382,7 +341,7 @@ def attend(
         q_rows = tl.load(q_at[:, None] + column[None, :], mask=asked)
         top = tl.full([TILE], float("-inf"), tl.float32)
         total = tl.zeros([TILE, STEP], tl.float32) if TILE <= _SMALL_TILE else tl.zeros([TILE], tl.float32)
-        sums = _zeros(TILE, V_WIDTH, PACK)
+        sums = zero_sums(TILE, V_WIDTH, PACK)
         bits = own
         if TREE:
             bits = tl.load(tree + request.to(tl.int64) * tree_row + query * tree_column, mask=live, other=0)
@@ -394,7 +353,7 @@ def attend(
         totals = partial_weights + partial_rows.to(tl.int64) * tl.num_programs(0)
         if SPLIT > 0:
             SHORT: tl.constexpr = 0 if WINDOW else SHORT_SPLITS
-            queries, by = _queries(q_rows, asked, scale, PACK)
+            queries, by = queries_for_products(q_rows, asked, scale, PACK)
             whole_rows = tl.zeros([TILE, V_WIDTH], tl.float32)
             total = tl.zeros([TILE], tl.float32)
             before = 0
@@ -404,31 +363,27 @@ def attend(
             split_end = start + split_rows(start, SPLIT, SHORT)
             split_top = tl.full([TILE], float("-inf"), tl.float32)
             split_total = tl.zeros([TILE, 16], tl.float32)
-            # One pipelined loop over the steps of all splits: the next split's rows are in flight when a split ends.
-            for first in tl.range(start, end, STEP, num_stages=1 if TREE else None):
-                split_top, split_total, sums, page, scales = _attend_step(
-                    split_top, split_total, sums, page, scales, first, end, queries, seen, own, keys, key_scales,
-                    values, value_scales, table, table_column, by, cap, DIM, V_DIM, WIDTH, V_WIDTH, PAGE_SIZE, K_PAGE,
-                    K_SLOT, K_COLUMN, V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT,
-                    VS_COLUMN, INT64, PAIRS, TILE, STEP, WINDOW, CAPPED, True, FORMAT, PACK, prefix, bits, TREE, True,
+            middle = start
+            if TILE > _SMALL_TILE and WINDOW == 0:
+                middle = _steps_seen_by_all(start, end, tile, prefix, TILE, STEP, GROUP, TREE)
+                (
+                    top, total, whole_rows, split_top, split_total, sums, page, scales, number, split_end
+                ) = _attend_splits(
+                    top, total, whole_rows, split_top, split_total, sums, page, scales, number, split_end, start,
+                    middle, end, part, first_place, totals, partials, partial_weights, live, queries, seen, own, keys,
+                    key_scales, values, value_scales, table, table_column, by, cap, DIM, V_DIM, WIDTH, V_WIDTH,
+                    PAGE_SIZE, K_PAGE, K_SLOT, K_COLUMN, V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN,
+                    VS_PAGE, VS_SLOT, VS_COLUMN, INT64, PAIRS, TILE, STEP, WINDOW, CAPPED, False, FORMAT, PACK,
+                    prefix, bits, TREE, SPLIT, SHORT, TILE_ROWS,
                 )  # fmt: skip
-                if first + STEP >= tl.minimum(split_end, end):
-                    # All columns of the total are equal.
-                    whole_top, whole_total, split_sums = to_power_of_two(
-                        split_top, tl.max(split_total, 1), join_columns(sums, PACK)
-                    )
-                    if part == 0:
-                        top, total, whole_rows = add_split(top, total, whole_rows, whole_top, whole_total, split_sums)
-                    else:
-                        _store_partial(
-                            partials, partial_weights, totals, first_place + number, whole_top, whole_total,
-                            split_sums, live, TILE_ROWS, V_WIDTH,
-                        )  # fmt: skip
-                    number += 1
-                    split_end += split_rows(split_end, SPLIT, SHORT)
-                    split_top = tl.full([TILE], float("-inf"), tl.float32)
-                    split_total = tl.zeros([TILE, 16], tl.float32)
-                    sums = _zeros(TILE, V_WIDTH, PACK)
+            top, total, whole_rows, split_top, split_total, sums, page, scales, number, split_end = _attend_splits(
+                top, total, whole_rows, split_top, split_total, sums, page, scales, number, split_end, middle, end,
+                end, part, first_place, totals, partials, partial_weights, live, queries, seen, own, keys, key_scales,
+                values, value_scales, table, table_column, by, cap, DIM, V_DIM, WIDTH, V_WIDTH, PAGE_SIZE, K_PAGE,
+                K_SLOT, K_COLUMN, V_PAGE, V_SLOT, V_COLUMN, KS_PAGE, KS_SLOT, KS_COLUMN, VS_PAGE, VS_SLOT, VS_COLUMN,
+                INT64, PAIRS, TILE, STEP, WINDOW, CAPPED, True, FORMAT, PACK, prefix, bits, TREE, SPLIT, SHORT,
+                TILE_ROWS,
+            )  # fmt: skip
         elif SINGLE and end - start <= STEP:
             # Issue all loads before any of them is used. The compiler places the first use of a load right behind it,
             # so zeros for missing rows are filled in later. A loop would wait for the queries first.
@@ -446,7 +401,7 @@ def attend(
                 value_scales_at = rows_at(value_scales, page, token, start, STEP, PAGE_SIZE, VS_PAGE, VS_SLOT, INT64)
                 k_scales = load_group_scales(key_scales_at, there, KS_COLUMN, DIM, WIDTH)
                 v_scales = load_group_scales(value_scales_at, there, VS_COLUMN, V_DIM, V_WIDTH)
-            queries, by = _queries(q_rows, asked, scale, PACK)
+            queries, by = queries_for_products(q_rows, asked, scale, PACK)
             keys_there = there[:, None] & (k_column < DIM // PACK)[None, :]
             values_there = there[:, None] & (few_v_column < V_DIM // PACK)[None, :]
             key_rows, value_rows = tl.where(keys_there, key_rows, 0), tl.where(values_there, value_rows, 0)
@@ -455,7 +410,7 @@ def attend(
                 WINDOW, CAPPED, True, TILE, FORMAT, PACK, prefix, bits, TREE, False,
             )  # fmt: skip
         else:
-            queries, by = _queries(q_rows, asked, scale, PACK)
+            queries, by = queries_for_products(q_rows, asked, scale, PACK)
             top, total, sums, page, scales = _attend_range(
                 top, total, sums, page, scales, start, end, end, queries, seen, own, keys, key_scales, values,
                 value_scales, table, table_column, by, cap, tile, DIM, V_DIM, WIDTH, V_WIDTH, PAGE_SIZE, K_PAGE, K_SLOT,
@@ -487,11 +442,11 @@ def attend(
             )
         elif SPLIT > 0:
             if part == 0:
-                _store_partial(
+                store_partial(
                     partials, partial_weights, totals, first_place, top, total, whole_rows, live, TILE_ROWS, V_WIDTH
                 )  # fmt: skip
         else:
-            _store_partial(
+            store_partial(
                 partials, partial_weights, totals, first_place + part, top, total, whole_rows, live, TILE_ROWS, V_WIDTH
             )  # fmt: skip
             if not SEPARATE_MERGE:

@@ -43,6 +43,17 @@ def load_sinks(sinks, head, live, SINKS: tl.constexpr):
 
 
 @triton.jit
+def store_partial(
+    partials, partial_weights, totals, place, top, total, sums, live, ROWS: tl.constexpr, V_WIDTH: tl.constexpr
+):  # fmt: skip
+    """Store partial result ``place``. Each has ``ROWS`` rows; further rows of the tile are not live."""
+    partial_row = place * ROWS + tl.arange(0, sums.shape[0])
+    tl.store(partials + partial_row[:, None] * V_WIDTH + tl.arange(0, V_WIDTH)[None, :], sums, mask=live[:, None])
+    tl.store(partial_weights + partial_row, top, mask=live)
+    tl.store(totals + partial_row, total, mask=live)
+
+
+@triton.jit
 def finish(
     top, total, sums, out, lse, sink, value_scale, row, live, column,
     V_DIM: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, SCALED: tl.constexpr,

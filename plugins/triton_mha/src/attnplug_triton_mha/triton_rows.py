@@ -3,7 +3,7 @@
 Quantized rows (fp8, nvfp4) are loaded as 16-bit elements of 2 or 4 adjacent columns: ``ldmatrix`` transposes 16-bit
 matrices, while 8-bit ones would be read element by element. Tensor cores multiply them as fp16: one instruction
 converts a pair of fp8 to fp16, but seven to bf16. So a quantized row becomes several tensors, e.g. its even and its odd
-columns. Queries are split accordingly before the first step, and results are joined after the last one.
+columns (``triton_products``).
 """
 
 from __future__ import annotations
@@ -272,38 +272,3 @@ def log2_near(numbers):
     return tl.inline_asm_elementwise(
         "lg2.approx.ftz.f32 $0, $1;", "=r,r", [numbers], dtype=tl.float32, is_pure=True, pack=1
     )
-
-
-@triton.jit
-def split_queries(queries, scale, PACK: tl.constexpr):
-    """Return queries as tensors for products with coded rows, in fp16, and the scale of their logits.
-
-    Each row of other types is divided by a power of 2, so that its numbers are up to 2 and fp16 holds them as well as
-    bf16 did.
-    """
-    by = scale
-    if queries.dtype != tl.float16:
-        largest = tl.max(tl.abs(queries.to(tl.float32)), 1)
-        power = tl.exp2(tl.floor(tl.log2(tl.maximum(largest, 1e-30))))[:, None]
-        by = scale * power
-        queries = (queries / power).to(tl.float16)
-    even, odd = tl.split(tl.reshape(queries, [queries.shape[0], queries.shape[1] // 2, 2]))
-    if PACK == 2:
-        tensors = even, odd
-    else:
-        first, third = tl.split(tl.reshape(even, [even.shape[0], even.shape[1] // 2, 2]))
-        second, fourth = tl.split(tl.reshape(odd, [odd.shape[0], odd.shape[1] // 2, 2]))
-        tensors = first, second, third, fourth
-    return tensors, by
-
-
-@triton.jit
-def join_columns(sums, PACK: tl.constexpr):
-    """Return the columns of results in order; the inverse of ``split_queries``."""
-    if PACK == 1:
-        joined = sums[0]
-    elif PACK == 2:
-        joined = tl.interleave(sums[0], sums[1])
-    else:
-        joined = tl.interleave(tl.interleave(sums[0], sums[2]), tl.interleave(sums[1], sums[3]))
-    return joined
