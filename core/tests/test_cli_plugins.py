@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("plain_environment")
 def no_commands_or_hosts_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine and bridges may be installed beside core."""
     monkeypatch.setattr("attnplug.cli.plugins.command_claims", lambda: ({}, []))
-    monkeypatch.setattr("attnplug.cli.plugins._hosts", lambda: [])
+    monkeypatch.setattr("attnplug.cli.plugins.find_entry_points", lambda _: ([], []))
 
 
 def test_core_alone_lists_what_it_provides(attnplug: Attnplug) -> None:

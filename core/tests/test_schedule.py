@@ -217,6 +217,17 @@ class TestExtends:
         schedule = ExtendSchedule(times)
         assert math.isinf(schedule.expected(1, 8192, 8192)["short"]) and schedule.fastest(1, 8000, 8000) == "all"
 
+    @pytest.mark.parametrize("sparse", ["small", "large"])
+    def test_points_that_one_backend_lacks_change_no_comparison(self, sparse: str) -> None:
+        """A backend that was measured again has other points than those that were not."""
+        times = {name: dict(of_backend) for name, of_backend in SMALL_AND_LARGE.times.items()}
+        for point in [(1, 2048, 2048), (32, 2112, 64), (8, 4352, 256), (32, 256, 256)]:
+            del times[sparse][BatchPoint(*point)]
+        schedule = ExtendSchedule(times)
+        for batch in [(1, 4000, 4000), (1, 400, 400), (16, 3000, 100), (50, 400, 400), (32, 513, 1), (128, 4097, 1)]:
+            assert schedule.fastest(*batch) == SMALL_AND_LARGE.fastest(*batch), batch
+            assert math.isfinite(max(schedule.expected(*batch).values()))
+
     def test_what_remains_of_it_is_of_its_kind(self) -> None:
         three = extends(fixed=dict.fromkeys("abc", 1.0), per_pair=dict.fromkeys("abc", 1.0))
         assert isinstance(three.only(["a", "c"]), ExtendSchedule) and three.only(["a"]) is None

@@ -13,6 +13,8 @@ _LEADING_BITS = 4
 """Significant bits of a batch size that was not measured. It bounds the number of cached ranges."""
 _MOST_CACHED = 4096
 """Entries of each cache of a schedule."""
+_FAR = 24
+"""Distance in eighths of an octave, beyond that of the nearest point, at which a backend's own points are far."""
 
 
 class BatchPoint(NamedTuple):
@@ -198,7 +200,8 @@ class ExtendSchedule(BackendSchedule):
     """Fastest backend for each extend, mixed batches included. Its points need not form a grid.
 
     Batches are compared by the logarithms of their totals: requests, new tokens, and pairs of a new token and a row it
-    attends to. The time per unit of work is the mean over the six nearest points, weighted by distance.
+    attends to. The time per unit of work is the mean over the six nearest points, weighted by distance: that of the
+    backend with the most points, with which others are compared at shared points. None is chosen far from its own.
     """
 
     def __init__(self, times: Mapping[str, Mapping[Any, float]]) -> None:
@@ -219,13 +222,21 @@ class ExtendSchedule(BackendSchedule):
         return self._nearby(_place(query_lens, kv_lens))
 
     def _times_at(self, place: tuple[int, ...]) -> dict[str, float]:
-        nearest = sorted((max(math.dist(place, at), 0.1), point, at) for at, point in self._places)[:6]
-        weights = {point: (distance**-4, _work(place) / _work(at)) for distance, point, at in nearest}
-        total = sum(weight for weight, _ in weights.values())
+        points = sorted((max(math.dist(place, at), 0.1), point, _work(at)) for at, point in self._places)
+        known = {name: [each for each in points if times[each[1]] < math.inf] for name, times in self._filled.items()}
+        most = max(known, key=lambda name: len(known[name]))
+        base, far = self._filled[most], known[most][0][0] + _FAR
+        time = _work(place) * _mean([(near, base[point] / work) for near, point, work in known[most]], far)
         return {
-            name: math.exp(sum(w * math.log(more * times[point]) for point, (w, more) in weights.items()) / total)
+            name: time * _mean([(near, times[p] / base[p]) for near, p, _ in known[name] if base[p] < math.inf], far)
             for name, times in self._filled.items()
         }
+
+
+def _mean(values: Sequence[tuple[float, float]], far: float) -> float:
+    """Geometric mean, weighted by distance, of the first six of ``(distance, value)``; infinite if all are far."""
+    near = [(distance**-4, math.log(value)) for distance, value in values[:6] if values[0][0] <= far]
+    return math.exp(sum(w * log for w, log in near) / sum(w for w, _ in near)) if near else math.inf
 
 
 def _place(query_lens: Sequence[int], kv_lens: Sequence[int]) -> tuple[int, ...]:

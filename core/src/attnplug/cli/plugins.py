@@ -40,7 +40,9 @@ def run(parsed: argparse.Namespace) -> int:
         taken = command_conflict(name, points)
         status, text = ("installed", "installed") if taken is None else ("broken", taken)
         items += [Item(source, "command", name, status, text) for source in map(Source.of, points)]
-    items += [*_hosts(), *_other(registry)]
+    hosts = map(Source.of, find_entry_points(GROUP)[0])  # from metadata: only ``explain --host`` loads them
+    items += [Item(source, "host", source.entry_point, "installed", "installed") for source in hosts]
+    items += _other(registry)
     items.sort(key=lambda item: (not item.source.embedded, str(item.source), item.kind, item.name))
     if parsed.json:
         packages = []
@@ -53,12 +55,6 @@ def run(parsed: argparse.Namespace) -> int:
         print(output.table(("installed", "brings", "status"), cells))
     output.warn_of_plugins(registry, broken=False)
     return 0
-
-
-def _hosts() -> Iterator[Item]:
-    """Yield hosts from metadata. Only ``explain --host`` loads them."""
-    for source in map(Source.of, find_entry_points(GROUP)[0]):
-        yield Item(source, "host", source.entry_point, "installed", "installed")
 
 
 def _other(registry: Registry) -> Iterator[Item]:

@@ -231,9 +231,7 @@ class MLAAttention:
         planned = plan.query_rows
         self._pool.write(layer.layer_id, plan.new_slots, rows[:planned])
         out = self._as_mha(q[:planned], rows[:planned], layer, weights, plan.metadata, batch.plan.chunks)
-        if q.shape[0] == planned:
-            return out
-        return torch.cat([out, out.new_zeros(q.shape[0] - planned, *out.shape[1:])])
+        return out if q.shape[0] == planned else torch.cat([out, out.new_zeros(q.shape[0] - planned, *out.shape[1:])])
 
     @staticmethod
     def _check_queries(q: Tensor, layer: LayerSpec, *, absorbed: bool) -> None:
