@@ -3,11 +3,12 @@
 python benchmarks/auto_prefill.py tune nvidia-h200.json            all prefill tables, into one file
 python benchmarks/auto_prefill.py tune nvidia-h200.json --fp8      the same over fp8 caches
 python benchmarks/split_tables.py nvidia-h200.json                 adds them to the packages of their backends
-python benchmarks/auto_prefill.py check nvidia-h200.json --out auto_prefill_h200.json
+python benchmarks/auto_prefill.py check --out auto_prefill_h200.json
 
-``check`` measures ``auto``, with the tables of the file, beside every backend: single prompts, many prompts, prefixes
-and mixed batches. The share of a point is the fastest backend's time divided by that of the backend that ``auto``
-chose; the goal is 0.98. ``--smoke`` runs the same code on a CPU, with small points.
+``check`` measures ``auto``, with the tables that ship, or with those of a file as this machine's own, beside every
+backend: single prompts, many prompts, prefixes and mixed batches. The share of a point is the fastest backend's time
+divided by that of the backend that ``auto`` chose; the goal is 0.98. ``--smoke`` runs the same code on a CPU, with
+small points.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ SMOKE_GROUPS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("tune", "check"))
-    parser.add_argument("tables", type=Path)
+    parser.add_argument("tables", type=Path, nargs="?")
     parser.add_argument("--fp8", action="store_true", help="fp8 caches")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--again", action="store_true", help="tune: measure known points again")
@@ -87,6 +88,8 @@ def main() -> None:
     arguments = parser.parse_args()
     groups = SMOKE_GROUPS if arguments.smoke else FP8_GROUPS if arguments.fp8 else GROUPS
     if arguments.action == "tune":
+        if arguments.tables is None:
+            parser.error("tune: the file of the tables is missing")
         for group in groups:
             points = ",".join(f"{requests}x{prefix}+{new}" for requests, new, prefix in group.points)
             more = ("--again",) if arguments.again else ()
@@ -97,10 +100,11 @@ def main() -> None:
     rows: list[BenchRow] = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ[CACHE_VARIABLE] = folder
-        file = read_tables(arguments.tables)
-        cached = table_path(Processor(file.device, file.sm))
-        cached.parent.mkdir()
-        shutil.copy(arguments.tables, cached)
+        if arguments.tables is not None:
+            file = read_tables(arguments.tables)
+            cached = table_path(Processor(file.device, file.sm))
+            cached.parent.mkdir()
+            shutil.copy(arguments.tables, cached)
         for number, group in enumerate(group for group in groups if "--mla-extend" not in group.options):
             out = Path(folder) / f"{number}.json"
             with_auto = Group(group.layers, f"{AUTO},{group.backends}", group.options)
