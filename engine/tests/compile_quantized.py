@@ -128,7 +128,7 @@ def every_kernel(sm: int) -> Iterator[tuple[str, Any]]:
         yield "mxfp4", product(sm, "mxfp4", CONFIGS["mxfp4"][1][-1])
         yield "tiled", tiled(sm, CONFIG, 2048, norm=True)
     if sm in (80, 120):
-        yield "split", split(sm, PLAIN[-1][-1], 64, codes=False, norm=False)
+        yield "split", split(sm, PLAIN[-1][-1], 16, codes=False, norm=False)
     if sm != 90:
         return
     for rows, width, gated in ((1, 2048, True), (1, 2048, False), (1, 8192, False), (2, 8192, False), (1, 7168, True)):

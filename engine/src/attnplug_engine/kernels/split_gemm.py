@@ -68,9 +68,9 @@ another kernel is faster. The first match applies. Measured with 16 and 64 rows 
 PLAIN: Table = (
     (16, 2304, 2048, SplitConfig(64, 128, 4, 4, 6, prefetch=32)),
     (16, 2304, 8192, SplitConfig(64, 128, 4, 4, 6)),
-    (64, 2304, 8192, SplitConfig(64, 128, 4, 4, 4)),
 )
-"""Configurations for 16-bit elements."""
+"""Configurations for 16-bit elements. With 64 rows, (64, 128, 4, 4, 4) takes 0.91 to 0.96 of the library's time alone,
+but a decode step of a 1.1B model takes 1.027 times as long with it: the library adds the residual in place (H200)."""
 CODES: Table = (
     (16, 2304, 2048, None),
     (16, 4096, 2048, SplitConfig(64, 128, 4, 8, 4, prefetch=16)),
