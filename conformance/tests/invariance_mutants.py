@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants import Mutant
+from mutants.mutant import Mutant
 
 _SCHEDULE = "self.rows, self.split = ROWS, SPLIT"
 _MERGE = "for other, others, product in parts[1:]:"

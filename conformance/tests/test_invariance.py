@@ -16,7 +16,7 @@ from attnplug_conformance.runner import Result, Status, run_check
 from attnplug_conformance.subject import Subject
 from invariance_mutants import MUTANTS
 from kit_subjects import CHECKS, subject, text
-from mutants import Mutant
+from mutants.mutant import Mutant
 
 
 def broken(mutant: Mutant) -> Subject:

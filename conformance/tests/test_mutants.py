@@ -12,12 +12,13 @@ from attnplug_conformance.catalog import all_checks
 from attnplug_conformance.failure import CheckFailure
 from attnplug_conformance.runner import Status, run_check, run_checks
 from kit_subjects import CHECKS, subject, text
-from mutants import MUTANTS, PREPARED, SEEDS, SEEDS_OF_SMALL_CASES, Mutant
+from mutants import MUTANTS, Mutant
+from mutants.random_cases import SEEDS, SEEDS_OF_SMALL_CASES
 
 
 def mutated(mutant: Mutant) -> str:
     source = text(mutant.good)
-    for old, new in ((mutant.old, mutant.new), *([PREPARED[mutant.name]] if mutant.name in PREPARED else [])):
+    for old, new in filter(None, ((mutant.old, mutant.new), mutant.prepared)):
         assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times"
         source = source.replace(old, new)
     return source

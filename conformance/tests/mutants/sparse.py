@@ -1,0 +1,73 @@
+"""Changes to the good backends of sparse MLA layers and of layers with compressed entries."""
+
+from __future__ import annotations
+
+from mutants.mutant import UNSCALED_ROWS, of, then
+
+MUTANTS = [
+    *of(
+        "sparse",
+        ("all_rows_attended", "rows = pool.read_rows(layer.layer_id, where).float()",
+         "rows = pool.read_rows(layer.layer_id, slots[seen]).float()", "mla.sparse.extend", "attended to all rows"),
+        ("worst_rows_chosen", "scores.topk(min(dims.topk, len(seen)))", "(-scores).topk(min(dims.topk, len(seen)))",
+         "mla.sparse.decode", "fall short"),
+        ("later_rows_chosen", "in enumerate(plan.metadata):\n            keys",
+         "in enumerate(plan.metadata):\n            seen = torch.arange(len(slots))\n            keys", "mla.sparse.verify",
+         "distinct visible rows"),
+        ("tree_as_chain", "if tree is not None:", "if False:", "mla.sparse.trees", "not its ancestors"),
+        ("tree_sees_all_drafts", "rows = rows[((tree[row] >> rows) & 1).bool()]", "rows = torch.arange(len(tree))",
+         "mla.sparse.trees", "not its ancestors"),
+        ("tree_without_ancestors", "rows = rows[((tree[row] >> rows) & 1).bool()]", "rows = rows[-1:]",
+         "mla.sparse.trees", "distinct visible rows"),
+        ("tree_of_first_request", "else geometry.tree[request]", "else geometry.tree[0]", "mla.sparse.trees", "select"),
+        ("result_in_float32", "q.new_zeros(*q.shape[:2], rank)", "torch.zeros(*q.shape[:2], rank)",
+         "mla.sparse.bfloat16", "the result is torch.float32"),
+        ("result_of_select_in_int64", "dtype=torch.int32)", "dtype=torch.int64)", "mla.sparse.decode",
+         "not torch.int32"),
+        ("products_not_clipped", "torch.relu(index.q[row].float() @ keys.T * dims.scale)", "(index.q[row].float() @ keys.T * dims.scale)",
+         "mla.sparse.decode", "fall short"),
+        ("lse_base_2", "scores.logsumexp(-1)", "scores.logsumexp(-1) * 1.4426950408889634", "mla.sparse.lse",
+         "log-sum-exp"),
+        ("index_scales_ignored", "self.index_keys.read_keys(layer.layer_id, slots[seen]).float()",
+         "self.index_keys.parts(layer.layer_id)[0].float().flatten(0, 2)[slots[seen]]", "mla.sparse.float8_e4m3fn_index.decode",
+         "fall short"),
+        ("index_scale_of_first_key", "self.index_keys.read_keys(layer.layer_id, slots[seen]).float()",
+         "self.index_keys.parts(layer.layer_id)[0].float().flatten(0, 2)[slots[seen]] * "
+         "self.index_keys.parts(layer.layer_id)[1].flatten(0, 2)[slots[:1]]", "mla.sparse.float8_e4m3fn_index.extend",
+         "fall short"),
+        ("packed_scales_ignored", "pool.read_rows(layer.layer_id, where).float()",
+         UNSCALED_ROWS.replace("self.pool", "pool").replace("slots", "where"), "mla.sparse.fp8_ds_mla.decode",
+         "selected rows is wrong"),
+        ("rows_by_the_page_table", "where = selected.slots[row][selected.slots[row] >= 0].long()",
+         "where = slots[self.chosen[row][self.chosen[row] >= 0].long()]", "mla.hisparse.decode",
+         "selected rows is wrong",
+         ("return SelectedPositions(chosen)", "self.chosen = chosen\n        return SelectedPositions(chosen)")),
+        ("slots_chosen", "return SelectedPositions(chosen)",
+         "return SelectedSlots(torch.stack([torch.where(c < 0, -1, s[c.clamp(min=0).long()]) for c, (s, _) in "
+         "zip(chosen, plan.metadata)]).int())", "mla.hisparse.verify", "SelectedPositions"),
+        ("written_by_the_page_table",
+         *then("out = q.new_zeros(*q.shape[:2], rank)", "pool.write(layer.layer_id, plan.new_slots, q[:, :1])"),
+         "mla.hisparse.extend", "on the host"),
+    ),
+    *of(
+        "compressed",
+        ("entries_ignored", "attend(q, layer, plan, new, extras)\n",
+         "attend(q, replace(layer, compressed=None), plan, new, replace(extras, entries=None))\n",
+         "mla.compressed.extend", "ignored the entries"),
+        ("entries_not_written", "attend(q, layer, plan, new, extras)\n",
+         "attend(q, layer, plan, new, replace(extras, entries=None))\n", "mla.compressed.overlap.extend", "NaN"),
+        ("sinks_ignored", "attend(q, layer, plan, new, extras)\n",
+         "attend(q, layer, plan, new, replace(extras, sinks=extras.sinks - 1e9))\n", "mla.compressed.decode",
+         "ignored the sinks"),
+        ("window_too_wide", "attend(q, layer, plan, new, extras)\n",
+         "attend(q, replace(layer, sliding_window=layer.sliding_window + 1), plan, new, extras)\n",
+         "mla.compressed.index.extend", "one key too many"),
+        ("earlier_tokens_forgotten", "attend(q, layer, plan, new, extras)\n",
+         "attend(q, layer, plan, new, extras if self.context.pools.cache(COMPRESSED).entries(layer.layer_id)"
+         ".tokens.zero_() is not None else None)\n",
+         "mla.compressed.overlap.decode", "is wrong"),
+        ("worst_entries_chosen", "choose(index, layer, dims, plan)\n",
+         "choose(replace(index, weights=-index.weights), layer, dims, plan)\n", "mla.compressed.index.decode",
+         "fall short"),
+    ),
+]  # fmt: skip
