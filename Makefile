@@ -10,7 +10,7 @@ PLUGINS := $(filter-out plugins/sparse,$(filter plugins/% bridges/%,$(PACKAGES))
 # be kept, also where the caller's shell says otherwise: tests start many processes.
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
-# Read by plugins/flashinfer_mla/tests/test_signatures.py beside the pinned one: the ends of the range that it claims.
+# Read by plugins/flashinfer_mla/tests/test_versions.py beside the pinned one: the ends of the range that it claims.
 # The last one is also read by plugins/flashinfer/tests.
 FLASHINFER := 0.6.12 0.7.2.post1
 # The same for plugins/hybrid_linear. Not importable here: transformers' models would run on it.
