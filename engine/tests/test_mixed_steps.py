@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from small_scheduler import Pool, finish, request, run_step, shape, start
 
 from attnplug_engine.memory.capacity import Capacity
 from attnplug_engine.scheduling.mixed_steps import MixedSteps, PrefillBudget, prefill_seconds, timed_prompts
@@ -73,6 +74,36 @@ def test_a_long_prompt_is_never_starved():
 )
 def test_timed_prompts_fit_context_and_pool(pages, context, lengths):
     prompts = list(timed_prompts(Capacity(pages, 16, max_batch=8, max_step_tokens=64, context_length=context), 1000))
-    assert [len(request.prompt) for request in prompts] == lengths
-    for request in prompts:
-        assert len(set(request.prompt)) == len(request.prompt) and request.max_length <= min(context, 16 * pages)
+    assert [len(each.prompt) for each in prompts] == lengths
+    for each in prompts:
+        assert len(set(each.prompt)) == len(each.prompt) and each.max_length <= min(context, 16 * pages)
+
+
+def test_prefill_beside_decoding_requests_is_limited() -> None:
+    """Requests that decode wait for the prefill of their step; without them, a step is filled."""
+    scheduler = Pool().scheduler(max_step_tokens=12, mixed_steps=MixedSteps(4))
+    scheduler.add(request(0, length=3, max_tokens=2))
+    run_step(scheduler)
+    scheduler.add(request(1, length=20))
+    step = start(scheduler)
+    assert shape(step) == [(0, 3, 1, True), (1, 0, 4, False)]
+    finish(scheduler, step)
+    assert shape(start(scheduler)) == [(1, 4, 12, False)]
+
+
+def test_a_chunk_beside_decoding_requests_shrinks_with_its_position() -> None:
+    """Attention over the context is part of the delay. Prompts that wait share a step."""
+    pool = Pool(page_size=64)
+    scheduler = pool.scheduler(max_step_tokens=4096, context_length=4096, mixed_steps=MixedSteps(1024, doubling=512))
+    scheduler.add(request(0, length=3, max_tokens=20))
+    run_step(scheduler)
+    scheduler.add(request(1, length=1700, max_tokens=1))
+    chunks = []
+    while len((step := start(scheduler)).entries) > 1:
+        chunks.append(len(step.entries[1].token_ids))
+        finish(scheduler, step)
+    assert chunks == [632, 391, 310, 265, 102]
+    finish(scheduler, step)
+    for number in (2, 3, 4):
+        scheduler.add(request(number, length=300, max_tokens=1))
+    assert [tokens for _, _, tokens, _ in shape(start(scheduler))] == [1, 300, 300, 206]

@@ -3,65 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from small_scheduler import Pool, finish, request, run_step, shape, start
 
-from attnplug import ForwardMode, PoolError, UsageError
+from attnplug import ForwardMode
 from attnplug_engine.request import FinishReason, Request, RequestState, SamplingParams
-from attnplug_engine.scheduling.mixed_steps import MixedSteps
-from attnplug_engine.scheduling.page_allocator import PageAllocator
-from attnplug_engine.scheduling.prefix_cache import PrefixCache
-from attnplug_engine.scheduling.scheduler import Scheduler, StepError
-from attnplug_engine.scheduling.slot_table import SlotTable
-from attnplug_engine.scheduling.step import Step
-from attnplug_engine.text.errors import PromptError
-from attnplug_testing.errors import having, naming
-
-
-class Pool:
-    def __init__(self, pages: int = 64, page_size: int = 4, rows: int = 8, max_pages: int = 64) -> None:
-        self.allocator = PageAllocator(pages)
-        self.table = SlotTable(self.allocator, page_size=page_size, max_requests=rows, max_pages=max_pages)
-        self.cache = PrefixCache(self.allocator, page_size)
-
-    def scheduler(
-        self,
-        *,
-        max_batch: int = 8,
-        max_step_tokens: int = 16,
-        context_length: int = 64,
-        cached: bool = False,
-        whole_prompts: bool = False,
-        mixed_steps: MixedSteps | None = None,
-    ) -> Scheduler:
-        return Scheduler(
-            self.table,
-            self.allocator,
-            self.cache if cached else None,
-            max_batch=max_batch,
-            max_step_tokens=max_step_tokens,
-            context_length=context_length,
-            whole_prompts=whole_prompts,
-            mixed_steps=mixed_steps,
-        )
-
-
-def request(number: int, length: int = 5, max_tokens: int = 4, **params: object) -> Request:
-    prompt = tuple(100 * number + position for position in range(length))
-    return Request(number, prompt, SamplingParams(max_tokens, **params))
-
-
-def start(scheduler: Scheduler) -> Step:
-    step = scheduler.next_step()
-    assert step is not None
-    return step
-
-
-def finish(scheduler: Scheduler, step: Step, token: int = 7) -> tuple[Request, ...]:
-    return scheduler.finish_step(step, [token] * len(step.sampled_requests)).finished
-
-
-def shape(step: Step) -> list[tuple[int, int, int, bool]]:
-    """Request, first position, tokens, sampled: for each entry."""
-    return [(entry.request.id, entry.position, len(entry.token_ids), entry.sampled) for entry in step.entries]
 
 
 def test_without_work_there_is_no_step() -> None:
@@ -91,7 +36,7 @@ def test_a_step_mixes_decoding_requests_with_what_prefill_the_chunk_leaves_room_
     scheduler = Pool().scheduler(max_step_tokens=8)
     scheduler.add(request(0))
     scheduler.add(request(1, length=2))
-    finish(scheduler, start(scheduler))
+    run_step(scheduler)
     scheduler.add(request(2, length=20))
     step = start(scheduler)
     assert step.mode is ForwardMode.MIXED
@@ -106,7 +51,7 @@ def test_requests_with_one_new_token_come_first_in_a_mixed_step() -> None:
     """Attention runs them apart from long chunks only if their rows are contiguous."""
     scheduler = Pool().scheduler(max_step_tokens=12)
     scheduler.add(request(0))
-    finish(scheduler, start(scheduler))
+    run_step(scheduler)
     for number, length in ((1, 4), (2, 1), (3, 5), (4, 9)):
         scheduler.add(request(number, length=length))
     step = start(scheduler)
@@ -121,7 +66,7 @@ def test_a_prefill_gets_one_token_when_decoding_requests_fill_the_chunk() -> Non
     scheduler = Pool().scheduler(max_step_tokens=2)
     for number in range(3):
         scheduler.add(request(number, length=1))
-    finish(scheduler, start(scheduler))
+    run_step(scheduler)
     assert shape(start(scheduler)) == [(0, 1, 1, True), (1, 1, 1, True), (2, 0, 1, True)]
 
 
@@ -129,8 +74,8 @@ def test_a_decoding_request_runs_in_every_step_of_a_long_prefill() -> None:
     scheduler = Pool().scheduler(max_step_tokens=4)
     first = request(0, max_tokens=8)
     scheduler.add(first)
-    finish(scheduler, start(scheduler))
-    finish(scheduler, start(scheduler))
+    run_step(scheduler)
+    run_step(scheduler)
     scheduler.add(request(1, length=40))
     for made in range(2, 6):
         step = start(scheduler)
@@ -155,11 +100,6 @@ def test_whole_prompts_are_never_cut_beside_decoding_requests_nor_beside_each_ot
     ]
 
 
-def test_whole_prompts_need_room_for_the_longest_beside_all_that_decode() -> None:
-    with pytest.raises(UsageError, check=naming("max_step_tokens=17", 18)):
-        Pool().scheduler(max_batch=3, max_step_tokens=17, context_length=16, whole_prompts=True)
-
-
 def test_no_more_than_max_batch_requests_run() -> None:
     scheduler = Pool().scheduler(max_batch=2)
     for number in range(3):
@@ -167,7 +107,7 @@ def test_no_more_than_max_batch_requests_run() -> None:
     step = start(scheduler)
     assert [found[0] for found in shape(step)] == [0, 1]
     finish(scheduler, step)
-    assert [found.id for found in finish(scheduler, start(scheduler))] == [0, 1]
+    assert [found.id for found in run_step(scheduler)] == [0, 1]
     assert [found[0] for found in shape(start(scheduler))] == [2]
 
 
@@ -178,7 +118,7 @@ def test_a_request_that_does_not_fit_waits_and_nobody_overtakes_it() -> None:
     step = start(scheduler)
     assert [found[0] for found in shape(step)] == [0]
     finish(scheduler, step)
-    finish(scheduler, start(scheduler))
+    run_step(scheduler)
     assert [found[0] for found in shape(start(scheduler))] == [1, 2]
 
 
@@ -187,7 +127,7 @@ def test_admission_leaves_a_page_for_each_request_that_runs(length: int, admitte
     """The first request holds 2 of 6 pages: one that needs 3 is admitted, one that needs all 4 waits."""
     scheduler = Pool(pages=6).scheduler(max_step_tokens=64)
     scheduler.add(request(0, length=7))
-    finish(scheduler, start(scheduler))
+    run_step(scheduler)
     scheduler.add(request(1, length=length))
     assert [found[0] for found in shape(start(scheduler))] == admitted
 
@@ -197,7 +137,7 @@ def test_the_latest_admitted_is_preempted_and_waits_at_the_front() -> None:
     first, second = request(0, length=3, max_tokens=7), request(1, length=3, max_tokens=3)
     for added in (first, second, request(2)):
         scheduler.add(added)
-    finish(scheduler, start(scheduler), token=50)
+    run_step(scheduler, token=50)
     for token in (51, 52):
         step = start(scheduler)
         finish(scheduler, step, token)
@@ -206,7 +146,7 @@ def test_the_latest_admitted_is_preempted_and_waits_at_the_front() -> None:
     assert second.output == [50, 51]
     assert [found.id for found in scheduler.waiting] == [1, 2]
     while first.state is not RequestState.FINISHED:
-        finish(scheduler, start(scheduler))
+        run_step(scheduler)
     step = start(scheduler)
     assert step.entries[0].token_ids == (*second.prompt, 50, 51)
     assert finish(scheduler, step, 53) == (second,)
@@ -216,7 +156,7 @@ def test_the_latest_admitted_is_preempted_and_waits_at_the_front() -> None:
 def test_a_prefill_without_a_page_keeps_those_it_has_and_goes_on_later() -> None:
     scheduler = Pool(pages=9, page_size=2).scheduler(max_step_tokens=3)
     scheduler.add(request(0, length=2, max_tokens=7))
-    finish(scheduler, start(scheduler))
+    run_step(scheduler)
     scheduler.add(request(1, length=12, max_tokens=1))
     prefill = []
     while scheduler.has_work:
@@ -231,10 +171,10 @@ def test_cached_pages_are_evicted_for_a_request_that_needs_them() -> None:
     pool = Pool(pages=4)
     scheduler = pool.scheduler(cached=True)
     scheduler.add(request(0, length=12, max_tokens=1))
-    finish(scheduler, start(scheduler))
+    run_step(scheduler)
     assert len(pool.cache) == 3
     scheduler.add(request(1, length=9, max_tokens=4))
-    finish(scheduler, start(scheduler))
+    run_step(scheduler)
     assert pool.cache.statistics.evicted_pages == 2
     assert pool.allocator.free_pages == 0
 
@@ -244,12 +184,12 @@ def test_the_cached_prefix_of_a_request_is_not_evicted_to_admit_it() -> None:
     scheduler = pool.scheduler(cached=True)
     first = request(0, length=12, max_tokens=1)
     scheduler.add(first)
-    finish(scheduler, start(scheduler))
+    run_step(scheduler)
     scheduler.add(request(1, length=5))
-    finish(scheduler, start(scheduler))
+    run_step(scheduler)
     assert (len(pool.cache), pool.allocator.free_pages) == (4, 1)
     scheduler.add(Request(2, (*first.prompt, 1, 2, 3, 4, 5), SamplingParams(1)))  # 2 pages more, and one to lookahead
-    finish(scheduler, start(scheduler))
+    run_step(scheduler)
     assert [found.id for found in scheduler.waiting] == [2]
 
 
@@ -257,7 +197,7 @@ def test_a_stop_token_ends_the_request_and_is_its_last_token() -> None:
     scheduler = Pool().scheduler()
     ended = request(0, stop_token_ids=frozenset({9}))
     scheduler.add(ended)
-    assert finish(scheduler, start(scheduler), 8) == ()
+    assert run_step(scheduler, 8) == ()
     result = scheduler.finish_step(start(scheduler), [9])
     assert (result.tokens, result.finished) == ({0: 9}, (ended,))
     assert (ended.output, ended.finish_reason, ended.row) == ([8, 9], FinishReason.STOP, None)
@@ -268,8 +208,8 @@ def test_max_tokens_and_the_context_end_a_request() -> None:
     by_count, by_context = request(0, length=3, max_tokens=2), request(1, length=6, max_tokens=9)
     scheduler.add(by_count)
     scheduler.add(by_context)
-    finish(scheduler, start(scheduler))
-    assert finish(scheduler, start(scheduler)) == (by_count, by_context)
+    run_step(scheduler)
+    assert run_step(scheduler) == (by_count, by_context)
     assert (by_count.finish_reason, by_context.finish_reason) == (FinishReason.LENGTH, FinishReason.LENGTH)
     assert by_context.length == 8
 
@@ -277,7 +217,7 @@ def test_max_tokens_and_the_context_end_a_request() -> None:
 def test_a_stop_token_counts_before_the_length() -> None:
     scheduler = Pool().scheduler()
     scheduler.add(request(0, max_tokens=1, stop_token_ids=frozenset({7})))
-    (ended,) = finish(scheduler, start(scheduler))
+    (ended,) = run_step(scheduler)
     assert ended.finish_reason is FinishReason.STOP
 
 
@@ -287,7 +227,7 @@ def test_an_abort_ends_a_waiting_and_a_running_request_and_frees_its_pages() -> 
     running, waiting = request(0), request(1)
     scheduler.add(running)
     scheduler.add(waiting)
-    finish(scheduler, start(scheduler))
+    run_step(scheduler)
     assert scheduler.abort(1) is waiting
     assert scheduler.abort(0) is running
     assert scheduler.abort(0) is None
@@ -300,7 +240,7 @@ def test_an_abort_of_the_first_that_waits_lets_the_next_in() -> None:
     scheduler = Pool(pages=6).scheduler()
     for number, length in enumerate((9, 20, 1)):
         scheduler.add(request(number, length))
-    finish(scheduler, start(scheduler))
+    run_step(scheduler)
     scheduler.abort(1)
     assert [found[0] for found in shape(start(scheduler))] == [0, 2]
 
@@ -327,7 +267,7 @@ def test_a_request_that_ends_by_an_error_leaves_nothing_in_the_cache() -> None:
         scheduler = pool.scheduler(max_step_tokens=9, cached=True)
         ended = request(0, length=20)
         scheduler.add(ended)
-        finish(scheduler, start(scheduler))
+        run_step(scheduler)
         start(scheduler)
         scheduler.abort(0, reason)
         scheduler.drop_steps()
@@ -341,7 +281,7 @@ def test_only_the_first_admission_of_a_request_counts_in_the_cache_statistics() 
     for number in range(2):
         scheduler.add(request(number, length=3, max_tokens=6))
     while scheduler.has_work:
-        finish(scheduler, start(scheduler))
+        run_step(scheduler)
     assert scheduler.preemptions > 0
     statistics = pool.cache.statistics
     assert (statistics.lookups, statistics.hits, statistics.tokens, statistics.hit_tokens) == (2, 0, 6, 0)
@@ -361,157 +301,3 @@ def test_a_dropped_step_gives_its_room_back() -> None:
         assert shape(repeated) == shape(step)
         finish(scheduler, repeated)
     assert pool.table.length(decoding.row or 0) == 9
-
-
-def test_an_empty_prompt_is_refused() -> None:
-    with pytest.raises(PromptError, check=naming("empty")):
-        Pool().scheduler().add(request(3, length=0))
-
-
-def test_a_prompt_longer_than_the_context_is_refused_with_both_lengths() -> None:
-    scheduler = Pool().scheduler(context_length=8)
-    with pytest.raises(PromptError, check=naming("8 tokens", 8, 7)):
-        scheduler.add(request(0, length=8))
-    scheduler.add(request(0, length=7))
-
-
-def test_a_row_of_the_table_limits_the_context_too() -> None:
-    with pytest.raises(PromptError, check=naming(10, 8)):
-        Pool(page_size=4, max_pages=2).scheduler(context_length=64).add(request(0, length=10))
-
-
-def test_a_request_that_never_fits_is_refused_with_the_pages_it_needs() -> None:
-    scheduler = Pool(pages=3).scheduler()
-    with pytest.raises(PoolError, check=having(4, 5, 9, 3, settings=("max_tokens", "num_pages"))):
-        scheduler.add(request(0, length=5, max_tokens=9))
-    assert not scheduler.has_work
-    scheduler.add(request(0, length=5, max_tokens=8))  # its last token is never computed
-
-
-def test_pages_that_were_held_before_are_not_counted_on() -> None:
-    pool = Pool(pages=3)
-    pool.allocator.allocate(1)
-    with pytest.raises(PoolError, check=having(3, 2, settings=("max_tokens", "num_pages"))):
-        pool.scheduler().add(request(0, length=5, max_tokens=8))
-
-
-def test_pages_held_outside_are_an_error_and_not_an_endless_wait() -> None:
-    pool = Pool(pages=2)
-    scheduler = pool.scheduler()
-    scheduler.add(request(0, length=4, max_tokens=4))
-    taken = pool.allocator.allocate(2)
-    with pytest.raises(PoolError, check=naming("request 0", 0, 1, 2)):
-        scheduler.next_step()
-    pool.allocator.release(taken[:1])
-    finish(scheduler, start(scheduler))
-    with pytest.raises(PoolError, check=naming("request 0", 1, 2)):
-        scheduler.next_step()
-    pool.allocator.release(taken[1:])
-    while scheduler.has_work:
-        finish(scheduler, start(scheduler))
-
-
-def test_an_id_is_used_once() -> None:
-    scheduler = Pool().scheduler()
-    added = request(0)
-    scheduler.add(added)
-    with pytest.raises(UsageError, check=naming("request 0")):
-        scheduler.add(request(0))
-    scheduler.abort(0)
-    with pytest.raises(UsageError, check=naming("request 0")):
-        scheduler.add(added)
-
-
-def test_at_most_two_steps_are_in_flight_and_they_are_finished_in_order() -> None:
-    scheduler = Pool().scheduler()
-    scheduler.add(request(0))
-    first, second = start(scheduler), start(scheduler)
-    assert scheduler.in_flight == 2
-    with pytest.raises(StepError, check=naming(2)):
-        scheduler.next_step()
-    with pytest.raises(StepError):
-        finish(scheduler, second)
-    finish(scheduler, first)
-    with pytest.raises(StepError):
-        finish(scheduler, first)
-    finish(scheduler, second)
-    assert scheduler.in_flight == 0
-
-
-def test_a_step_is_finished_with_exactly_the_tokens_it_samples() -> None:
-    scheduler = Pool().scheduler()
-    scheduler.add(request(0))
-    scheduler.add(request(1, length=20))
-    step = start(scheduler)
-    with pytest.raises(StepError, check=naming(1, 2)):
-        scheduler.finish_step(step, [1, 1])
-    assert finish(scheduler, step) == ()
-
-
-@pytest.mark.parametrize("name", ["max_batch", "max_step_tokens", "context_length"])
-def test_a_limit_of_0_is_refused(name: str) -> None:
-    with pytest.raises(UsageError, check=naming(f"{name}=0")):
-        Pool().scheduler(**{name: 0})
-
-
-def test_limits_must_fit_the_table_and_the_cache() -> None:
-    with pytest.raises(UsageError, check=naming("max_batch=9", 8)):
-        Pool().scheduler(max_batch=9)
-    pool = Pool()
-    pool.cache = PrefixCache(pool.allocator, 8)
-    with pytest.raises(UsageError, check=naming(8, 4)):
-        pool.scheduler(cached=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "allowed"),
-    [
-        ("max_tokens", 0, 1),
-        ("max_tokens", True, 1),
-        ("max_tokens", "5", 1),
-        ("temperature", -0.5, 0),
-        ("temperature", float("nan"), 0),
-        ("temperature", None, 0),
-        ("top_k", -1, 0),
-        ("top_p", 0.0, 1),
-        ("top_p", 1.5, 1),
-        ("seed", -1, 2**63 - 1),
-        ("seed", 2**63, 2**63 - 1),
-        ("stop_token_ids", [1], "frozenset"),
-        ("stop_token_ids", frozenset({-1}), 0),
-    ],
-)
-def test_a_wrong_sampling_parameter_is_refused_with_what_is_allowed(name: str, value: object, allowed: object) -> None:
-    shown = -1 if isinstance(value, frozenset) else repr(value)
-    with pytest.raises(UsageError, check=having(f"{name} {shown}", allowed, settings=(name,))):
-        SamplingParams(**{"max_tokens": 4, name: value})
-
-
-def test_prefill_beside_decoding_requests_is_limited() -> None:
-    """Requests that decode wait for the prefill of their step; without them, a step is filled."""
-    scheduler = Pool().scheduler(max_step_tokens=12, mixed_steps=MixedSteps(4))
-    scheduler.add(request(0, length=3, max_tokens=2))
-    finish(scheduler, start(scheduler))
-    scheduler.add(request(1, length=20))
-    step = start(scheduler)
-    assert shape(step) == [(0, 3, 1, True), (1, 0, 4, False)]
-    finish(scheduler, step)
-    assert shape(start(scheduler)) == [(1, 4, 12, False)]
-
-
-def test_a_chunk_beside_decoding_requests_shrinks_with_its_position() -> None:
-    """Attention over the context is part of the delay. Prompts that wait share a step."""
-    pool = Pool(page_size=64)
-    scheduler = pool.scheduler(max_step_tokens=4096, context_length=4096, mixed_steps=MixedSteps(1024, doubling=512))
-    scheduler.add(request(0, length=3, max_tokens=20))
-    finish(scheduler, start(scheduler))
-    scheduler.add(request(1, length=1700, max_tokens=1))
-    chunks = []
-    while len((step := start(scheduler)).entries) > 1:
-        chunks.append(len(step.entries[1].token_ids))
-        finish(scheduler, step)
-    assert chunks == [632, 391, 310, 265, 102]
-    finish(scheduler, step)
-    for number in (2, 3, 4):
-        scheduler.add(request(number, length=300, max_tokens=1))
-    assert [tokens for _, _, tokens, _ in shape(start(scheduler))] == [1, 300, 300, 206]
