@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 from attnplug_testing.environments import Environment, link_dependencies, link_pip, run
 
 sys.path.insert(0, str(Path(__file__).parent))  # for modules that test files share
+
+from tiny_plugins import GOOD, TINY
 
 ROOT = Path(__file__).parent.parent
 
@@ -57,3 +60,13 @@ def fresh_environment(
         return environment
 
     return make
+
+
+@pytest.fixture(scope="session")
+def wheels(build_wheels: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A good plugin and ours, built from their projects, and all tiny ones."""
+    good = shutil.copytree(Path(__file__).parent / "wheels" / GOOD, tmp_path_factory.mktemp("sources") / GOOD)
+    folder = build_wheels(good, ROOT / "plugins" / "flashinfer_mla", ROOT / "tune")
+    for plugin in TINY:
+        plugin.write(folder)
+    return folder

@@ -1,123 +1,22 @@
-"""Real wheels of good and broken plugins in a fresh environment without network, driven by the command line."""
+"""Real wheels of good and broken plugins in one environment without network, driven by the command line."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
-from zipfile import ZipFile
 
 import pytest
 
 from attnplug.declare.version import CONTRACT_VERSION
 from attnplug_testing.environments import Environment
+from tiny_plugins import BROKEN, CHATTY, GOOD, NEEDY, TinyPlugin, by_status, refused_politely
 
 pytestmark = pytest.mark.long
 
 KEYS = ["name", "distribution", "version", "contract", "status", "reasons", "error"]
-GOOD = "acme-attention"
-ROOT = Path(__file__).parent.parent
-FLASHINFER_MLA = ROOT / "plugins" / "flashinfer_mla"
 
-
-@dataclass(frozen=True)
-class TinyPlugin:
-    """A distribution with one module: its name, version, entry point and source."""
-
-    distribution: str
-    version: str
-    entry_point: str
-    body: str
-
-    def write(self, folder: Path) -> None:
-        """Write its wheel. A builder takes longer for all of them than the tests that they are for."""
-        module = self.distribution.replace("-", "_")
-        info = f"{module}-{self.version}.dist-info"
-        files = {
-            f"{module}.py": self.body,
-            f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {self.distribution}\nVersion: {self.version}\n",
-            f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-            f"{info}/entry_points.txt": f"[attnplug.plugins]\n{self.entry_point} = {module}\n",
-        }
-        files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in (*files, f"{info}/RECORD"))
-        with ZipFile(folder / f"{module}-{self.version}-py3-none-any.whl", "w") as wheel:
-            for name, text in files.items():
-                wheel.writestr(name, text)
-
-
-_SPEC = """
-from attnplug import AttentionKind, BackendSpec, Capabilities, DType, hookimpl
-
-def spec(name, contract="1.0", devices=("cpu",), dtypes=(DType.FLOAT32,), requires=(), **more):
-    can = Capabilities(kinds={AttentionKind.MHA}, devices=devices, dtypes=dtypes, **more)
-    return BackendSpec(name, "nothing runs", contract, "attnplug:nothing", can, requires)
-"""
-
-_HOOK = """
-@hookimpl
-def attnplug_backends():
-    return [{spec}]
-"""
-
-# Plugins that cannot be used, and the text that each one's error must contain.
-BROKEN: dict[TinyPlugin, tuple[str, ...]] = {
-    TinyPlugin("bad-import", "0.1", "bad_import", "import a_kernel_library_nobody_has"): (
-        "ModuleNotFoundError",
-        "a_kernel_library_nobody_has",
-    ),
-    TinyPlugin("bad-syntax", "0.2", "bad_syntax", "def attnplug_backends(:"): ("SyntaxError", "bad_syntax.py"),
-    TinyPlugin("bad-assertion", "0.3", "bad_assertion", "assert 1 == 2, 'needs a newer GPU'"): (
-        "AssertionError",
-        "needs a newer GPU",
-    ),
-    TinyPlugin("bad-exit", "0.4", "bad_exit", "import sys; sys.exit('no GPU, goodbye')"): (
-        "SystemExit",
-        "no GPU, goodbye",
-    ),
-    TinyPlugin("bad-type", "0.5", "bad_type", _SPEC + _HOOK.format(spec="{'name': 'bad_type'}")): (
-        "def attnplug_backends()",
-        "bad_type.py:8",
-        "{'name': 'bad_type'} (dict)",
-        "not a BackendSpec",
-    ),
-    TinyPlugin("bad-list", "0.6", "bad_list", _SPEC + _HOOK.format(spec="").replace("[]", "spec('bad_list')")): (
-        "def attnplug_backends()",
-        "return a list",
-    ),
-    TinyPlugin("bad-contract", "0.7", "bad_contract", _SPEC + _HOOK.format(spec="spec('bad_contract', '2.0')")): (
-        "contract 2.0",
-        f"this attnplug has contract {CONTRACT_VERSION}",
-    ),
-    TinyPlugin(
-        "bad-hook",
-        "0.8",
-        "bad_hook",
-        _SPEC + _HOOK.format(spec="spec('bad_hook')").replace("attnplug_backends", "attnplug_backend"),
-    ): ("def attnplug_backend()", "bad_hook.py:8", "did you mean attnplug_backends?"),
-    TinyPlugin(
-        "bad-default", "0.9", "bad_default", _SPEC + _HOOK.format(spec="spec('bad_default')").replace("()", "(sm=90)")
-    ): ("def attnplug_backends(sm=90)", "bad_default.py:8", "sm would never be passed"),
-    TinyPlugin(
-        "bad-mark", "0.10", "bad_mark", _SPEC + _HOOK.format(spec="spec('bad_mark')").replace("@hookimpl", "")
-    ): ("def attnplug_backends()", "not marked", "@attnplug.hookimpl"),
-    TinyPlugin(
-        "bad-claims",
-        "0.11",
-        "bad_claims",
-        _SPEC + _HOOK.format(spec="spec('bad_claims', devices={'cuda'}, min_sm=100, max_sm=90)"),
-    ): ("'bad_claims'", "min_sm 100 is above max_sm 90"),
-}
-
-CHATTY = TinyPlugin(
-    "chatty", "2.0", "chatty", "print('hello from chatty')" + _SPEC + _HOOK.format(spec="spec('chatty')")
-)
-NEEDY = TinyPlugin("needy", "3.0", "needy", _SPEC + _HOOK.format(spec="spec('needy', requires=('unobtainium>=7',))"))
-IMPOSTOR = TinyPlugin("impostor", "6.6.6", "other", _SPEC + _HOOK.format(spec="spec('acme')"))
-USURPER = TinyPlugin("usurper", "6.6.7", "usurper", _SPEC + _HOOK.format(spec="spec('torch_native')"))
 
 # Not -X importtime: it leaves out what importlib.import_module imports, and that is how plugins are loaded.
 _RUN_AND_NAME_MODULES = """
@@ -126,16 +25,6 @@ atexit.register(lambda: print("imported:", *{name.partition(".")[0] for name in 
 from attnplug.cli.app import main
 main()
 """
-
-
-@pytest.fixture(scope="module")
-def wheels(build_wheels: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A good plugin and ours, built from their projects, and all tiny ones."""
-    good = shutil.copytree(Path(__file__).parent / "wheels" / GOOD, tmp_path_factory.mktemp("sources") / GOOD)
-    folder = build_wheels(good, FLASHINFER_MLA, ROOT / "tune")
-    for plugin in (*BROKEN, CHATTY, NEEDY, IMPOSTOR, USURPER):
-        plugin.write(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -155,165 +44,6 @@ def listed(crowd: Environment) -> dict[str, dict[str, Any]]:
 
 def names(plugins: Any) -> list[str]:
     return [plugin.distribution for plugin in plugins]
-
-
-def by_status(rows: list[dict[str, Any]]) -> dict[str, str]:
-    return {f"{row['name']} from {row['distribution']}": row["status"] for row in rows}
-
-
-def refused_politely(done: CompletedProcess[str], exit_code: int) -> str:
-    """Error message of a command that fails: one message, nothing on standard output, no traceback."""
-    assert (done.returncode, done.stdout) == (exit_code, ""), done
-    assert "Traceback" not in done.stderr
-    assert "error: " in done.stderr
-    return done.stderr
-
-
-@pytest.mark.parametrize(
-    ("package", "data"),
-    [
-        ("core", "attnplug/py.typed"),
-        ("core", "attnplug/cli/completion.bash"),
-        ("core", "attnplug/cli/completion.zsh"),
-        ("core", "attnplug/hf/class_defaults.json"),
-        ("core", "attnplug/hf/tiny.json"),
-        ("tune", "attnplug_tune/report.html.jinja"),
-        ("plugins/flashinfer_mla", "attnplug_flashinfer_mla/tables/nvidia-h200.json"),
-    ],
-)
-def test_a_wheel_has_the_data_beside_its_modules(package: str, data: str, wheels: Path) -> None:
-    source = ROOT / package / "src"
-    files = {str(path.relative_to(source)) for path in source.glob("**/*.*") if path.suffix != ".pyc"}
-    (wheel,) = wheels.glob(f"{data.partition('/')[0]}-[0-9]*.whl")
-    assert {data} < files < set(ZipFile(wheel).namelist())
-
-
-def test_tune_measures_once_installed_and_is_no_command_once_uninstalled(
-    wheels: Path, fresh_environment: Callable[..., Environment]
-) -> None:
-    environment = fresh_environment(wheels, "attnplug-tune", "attnplug-sparse")
-    command = ("tune", "--model", "tiny:llama", "--device", "cpu", "--points", "1x64", "--json")
-    done = environment.attnplug(*command)
-    assert done.returncode == 0, done.stderr
-    (measured,) = json.loads(done.stdout)["backends"]
-    assert measured["backend"] == "torch_native" and len(measured["rows"]) == 1
-    environment.uninstall("attnplug-tune")
-    assert "there is no command 'tune'" in refused_politely(environment.attnplug(*command), 2)
-
-
-def test_sparse_models_are_served_while_attnplug_sparse_is_installed(
-    wheels: Path, fresh_environment: Callable[..., Environment]
-) -> None:
-    """D1, A10"""
-    environment = fresh_environment(wheels, "attnplug-sparse")
-    command = ("explain", "--model", "tiny:deepseek_v32", "--device", "cpu", "--json")
-    chosen = json.loads(environment.attnplug(*command).stdout)
-    assert chosen["decode"]["chosen"] == "torch_sparse"
-    environment.uninstall("attnplug-sparse")
-    refused = environment.attnplug(*command)
-    assert refused.returncode == 1
-    (candidate,) = json.loads(refused.stdout)["decode"]["candidates"]
-    assert candidate["name"] == "torch_native"
-    assert [reason["code"] for reason in candidate["refusals"]] == ["feature"]
-
-
-class TestInstallAndUninstall:
-    def test_a_backend_is_selectable_once_installed_and_gone_once_uninstalled(
-        self, wheels: Path, fresh_environment: Callable[..., Environment]
-    ) -> None:
-        """D1: pip install makes it selectable by name, pip uninstall removes it, and nothing else changes."""
-        environment = fresh_environment(wheels)
-        choose = ("explain", "--attention-backend", "acme", "--model", "tiny:llama", "--device", "cpu", "--json")
-        before = environment.backends("--all")
-        assert by_status(before) == {"torch_native from attnplug": "usable"}
-        assert "there is no backend 'acme'" in refused_politely(environment.attnplug(*choose), 2)
-
-        environment.install(GOOD)
-        installed = environment.backends("--all")
-        assert [row for row in installed if row["name"] != "acme"] == before
-        chosen = environment.attnplug(*choose)
-        assert chosen.returncode == 0, chosen.stderr
-        found = json.loads(chosen.stdout)
-        assert [found[role]["chosen"] for role in ("prefill", "decode")] == ["acme", "acme"]
-
-        environment.uninstall(GOOD)
-        assert environment.backends("--all") == before
-        assert "there is no backend 'acme'" in refused_politely(environment.attnplug(*choose), 2)
-
-    def test_our_flashinfer_plugin_comes_and_goes_with_its_wheel(
-        self, wheels: Path, fresh_environment: Callable[..., Environment]
-    ) -> None:
-        """D1, D3: installed where it cannot serve it is refused with every reason, the missing library among them."""
-        environment = fresh_environment(wheels, "attnplug-flashinfer-mla")
-        choose = ("explain", "--attention-backend", "flashinfer_mla", "--model", "tiny:deepseek_v3", "--device", "cpu")
-        done = environment.attnplug(*choose, "--json")
-        assert done.returncode == 1, done.stderr
-        found = json.loads(done.stdout)
-        for role in ("prefill", "decode"):
-            (ours,) = (candidate for candidate in found[role]["candidates"] if candidate["name"] == "flashinfer_mla")
-            assert ours["distribution"] == "attnplug-flashinfer-mla"
-            reasons = {refusal["code"]: refusal for refusal in ours["refusals"]}
-            assert set(reasons) == {"requirement", "device", "dtype", "kv_dtype", "mla_dims"}
-            assert reasons["requirement"]["advice"].startswith("pip install 'flashinfer-python")
-
-        environment.uninstall("attnplug-flashinfer-mla")
-        assert by_status(environment.backends("--all")) == {"torch_native from attnplug": "usable"}
-        assert "there is no backend 'flashinfer_mla'" in refused_politely(environment.attnplug(*choose), 2)
-
-    def test_each_broken_plugin_is_gone_once_uninstalled(
-        self, wheels: Path, fresh_environment: Callable[..., Environment]
-    ) -> None:
-        """D1, D2: an uninstall removes exactly that plugin from the list, whether it fails on import, ends the process
-        or returns something other than a spec."""
-        gone = ("bad-import", "bad-exit", "bad-type")
-        environment = fresh_environment(wheels, "bad-mark", *gone)
-        left = {"bad-mark", *gone}
-        for distribution in gone:
-            environment.uninstall(distribution)
-            left.remove(distribution)
-            assert {row["distribution"] for row in environment.backends("--all")} == {"attnplug", *left}
-
-    def test_a_taken_name_belongs_to_neither_until_one_of_them_goes(
-        self, wheels: Path, fresh_environment: Callable[..., Environment]
-    ) -> None:
-        """D2: a taken name is an error that names both distributions; neither wins, and others are undisturbed."""
-        environment = fresh_environment(wheels, GOOD, IMPOSTOR.distribution)
-        assert by_status(environment.backends()) == {"torch_native from attnplug": "usable"}
-        rows = environment.backends("--all")
-        assert by_status(rows) == {
-            "torch_native from attnplug": "usable",
-            "acme from acme-attention": "broken",
-            "acme from impostor": "broken",
-        }
-        for row in rows[1:]:
-            assert "acme-attention 1.2.0" in row["error"] and "impostor 6.6.6" in row["error"]
-            assert row["contract"] == CONTRACT_VERSION
-        done = environment.attnplug("explain", "--attention-backend", "acme", "--model", "tiny:llama")
-        error = refused_politely(done, 1)
-        assert "acme-attention 1.2.0" in error and "impostor 6.6.6" in error
-
-        # both remedies that the error names work: allow one plugin, or uninstall the other
-        assert by_status(environment.backends(ATTNPLUG_PLUGINS=GOOD))["acme from acme-attention"] == "usable"
-        assert by_status(environment.backends(ATTNPLUG_PLUGINS="impostor"))["acme from impostor"] == "usable"
-        environment.uninstall(IMPOSTOR.distribution)
-        assert by_status(environment.backends("--all")) == {
-            "acme from acme-attention": "usable",
-            "torch_native from attnplug": "usable",
-        }
-
-    def test_no_plugin_takes_the_embedded_backend_s_name(
-        self, wheels: Path, fresh_environment: Callable[..., Environment]
-    ) -> None:
-        """D2: a plugin with this name is broken, its error names both distributions, and the default stays usable."""
-        environment = fresh_environment(wheels, GOOD, USURPER.distribution)
-        rows = environment.backends("--all")
-        assert by_status(rows) == {
-            "acme from acme-attention": "usable",
-            "torch_native from attnplug": "usable",
-            "torch_native from usurper": "broken",
-        }
-        (broken,) = (row for row in rows if row["status"] == "broken")
-        assert "attnplug 1.0.0rc1" in broken["error"] and "usurper 6.6.7" in broken["error"]
 
 
 class TestGoodBackend:
