@@ -160,6 +160,8 @@ class Clock:
 class PrecomputedModel(torch.nn.Module):
     """Model with precomputed hidden states and logits, so that a step is everything but the math."""
 
+    batch_invariant = False
+
     def __init__(self, tokens: int, batch: int) -> None:
         super().__init__()
         self._hidden = torch.randn(tokens, CONFIG["hidden_size"])
