@@ -12,6 +12,7 @@ ragged+=,64x~512,64x~2048,64x~8192,96x~2048,96x~8192,128x~512,128x~2048,128x~819
 grid=1x1024,1x4096,1x16384,1x65536,4x4096,16x4096,64x4096,128x8192,256x2048
 other=1x777,1x30000,3x~9000,8x~3000,12x~2000,24x~5000,40x~1500,96x~6000
 mla=triton_mla,flashinfer_mla,flashmla fp8=triton_mla,flashinfer_mla gqa=flashattention,flashinfer,triton_mha
+sparse=triton_mla,flashmla_sparse
 
 tune() { attnplug tune --device cuda --max-context 65536 --budget 200 --points "$equal,$ragged" --tables "$file" "$@"; }
 bench() { attnplug bench --device cuda --points "$grid,$other" "$@"; }
@@ -21,6 +22,8 @@ tune)
   file=${2:?name a file}
   tune --shapes mla:16,mla:128,mla:32,mla:64,mla:8 --backends $mla
   tune --shapes mla:128,mla:16 --host vllm --backends $mla
+  tune --shapes mla:128k2048,mla:64k2048 --backends $sparse
+  tune --shapes mla:128k2048,mla:64k2048 --host vllm --backends $sparse
   tune --shapes mla:16,mla:128 --kv-dtype float8_e4m3 --backends $fp8
   tune --shapes gqa:32/8x128,gqa:64/8x128,gqa:48/8x128,gqa:28/4x128 --backends $gqa
   ;;

@@ -14,7 +14,7 @@ from attnplug.auto.ranking import default_ranking
 from attnplug.auto.schedule import ExtendSchedule
 from attnplug.auto.table_store import table_path
 from attnplug.declare.errors import PluginError, TableWarning
-from attnplug.host import BackendRequest, select
+from attnplug.host import BackendRequest, load_model, select
 from attnplug.registry.selection import explanation
 from attnplug.tables import MeasuredShape
 from attnplug_testing.errors import raises_naming
@@ -172,6 +172,21 @@ def test_where_a_host_absorbs_what_was_measured_so_comes_first() -> None:
     hosted = [table(name, times, shape=replace(ours, hosted=True)) for name, times in swapped.items()]
     assert decode(chosen(*hosted, installed=installed, problem=problem)) == ["early"]
     assert decode(chosen(installed=installed, problem=replace(problem, mla_by_host=False))) == ["late"]
+
+
+def test_a_host_absorbs_what_its_index_selects() -> None:
+    """A10: then no layer has an index of its own. Layers that share another layer's, or whose entries have one, do not
+    make a host of the engine."""
+    sparse, entries = load_model("tiny:deepseek_v32"), load_model("tiny:deepseek_v4")
+    shared = [replace(layer, indexer=replace(layer.indexer, shares=0)) for layer in sparse.layers]
+    found = {
+        "own": sparse,
+        "some": replace(sparse, layers=(sparse.layers[0], *shared[1:])),
+        "all": replace(sparse, layers=tuple(shared)),
+        "entries": entries,
+        "none": load_model("tiny:deepseek_v3"),
+    }
+    assert [name for name, model in found.items() if replace(PROBLEM, model=model).absorbed_by_host] == ["all"]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from attnplug.declare.device import Processor
 from attnplug.registry.registry import Registry
 from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug_sparse.plugin import attnplug_backends
+from attnplug_sparse.torch_sparse.backend import TorchSparseBackend
 from attnplug_testing.plugins import Install
 
 FEW = parse_points("1x64,1x256,4x64,1x16+16")
@@ -65,13 +66,49 @@ def test_every_sort_of_layer_runs_in_every_role(model: str, install: Install) ->
     """Heads, latent rows, and latent rows that an index chooses; with their new rows written."""
     registry, name = toys(install), "torch_native"
     if model == "tiny:deepseek_v32":
-        name, native = "torch_sparse", registry.get("torch_native")
-        registry = Registry({name: replace(native, spec=attnplug_backends()[0])})
+        registry, name = sparse(registry), "torch_sparse"
     points = parse_points("2x70,2x70v3,2x32+8,1x32+8&3x20")
     found = tasks_of(registry.get(name), [problem(model, speculative_tokens=3)], points)
     clock = FakeClock({name: constant(1)}, runs=True)
     outcomes = list(run_job(Job(name, found, "cpu", 128), registry, clock))
     assert [type(outcome) for outcome in outcomes] == [Timed] * 4
+
+
+def sparse(registry: Registry) -> Registry:
+    """``torch_sparse``, which no test package provides."""
+    native = registry.get("torch_native")
+    return Registry({"torch_sparse": replace(native, spec=attnplug_backends()[0])})
+
+
+def test_a_hosts_index_has_selected_the_rows_before_the_timed_calls(install: Install, monkeypatch) -> None:
+    """D1, A10: prefills, too, get absorbed queries, distinct visible rows, and no index keys."""
+    registry, seen, attend = sparse(toys(install)), [], TorchSparseBackend.attend
+
+    def watched(self, q, layer, plan, new, extras):
+        seen.append((q.shape[0], q.shape[2], new is None, extras.selected.positions.clone()))
+        return attend(self, q, layer, plan, new, extras)
+
+    monkeypatch.setattr(TorchSparseBackend, "attend", watched)
+    given = problem("tiny:deepseek_v32", speculative_tokens=3)
+    layers = (replace(layer, indexer=replace(layer.indexer, shares=0)) for layer in given.model.layers)
+    hosted = replace(given, model=replace(given.model, layers=tuple(layers)))
+    points = parse_points("2x70,2x70v3,2x32+8")
+    found = tasks_of(registry.get("torch_sparse"), [hosted], points)
+    assert all(task.shape.hosted and task.shape.topk for task in found)
+    own = tasks_of(registry.get("torch_sparse"), [given], points)
+    assert not {task.shape for task in found} & {task.shape for task in own}
+    clock = FakeClock({"torch_sparse": constant(1)}, runs=True)
+    outcomes = list(run_job(Job("torch_sparse", found, "cpu", 128), registry, clock))
+    assert [each.task.point.role for each in outcomes if isinstance(each, Timed)] == [Role.DECODE] * 2 + [Role.PREFILL]
+    dims, topk = found[0].layer.mla, found[0].layer.indexer.topk
+    assert {rows for rows, *_ in seen} == {2, 6, 16}
+    for rows, width, cached, positions in seen:
+        new, length = {2: (1, 70), 6: (3, 70), 16: (8, 40)}[rows]
+        assert cached and width == dims.kv_lora_rank + dims.qk_rope_head_dim
+        for row, chosen in enumerate(positions.tolist()):
+            visible = length - new + row % new + 1
+            kept = [position for position in chosen if position >= 0]
+            assert len(set(kept)) == len(kept) == min(topk, visible) and max(kept) < visible
 
 
 def noted(calls: list[str], name: str, run: Callable[..., object]) -> Callable[..., object]:

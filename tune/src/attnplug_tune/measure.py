@@ -240,7 +240,7 @@ def _builder(job: Job, registry: Registry, task: Task) -> Build:
             kv_dtype=shape.kv_dtype,
             page_size=shape.page_size,
             wants_graphs=runtime.graph is not None,
-            mla_by_host=shape.hosted,
+            mla_by_host=shape.hosted and not shape.topk,
             mla_extend=shape.path,
         )
         ranking = default_ranking(registry, problem, per_batch=True)

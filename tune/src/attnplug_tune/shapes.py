@@ -9,16 +9,18 @@ from dataclasses import dataclass, replace
 
 from attnplug.auto.table_store import MeasuredShape
 from attnplug.declare.errors import UsageError
-from attnplug.declare.model import AttentionKind, LayerSpec, MLADims, ModelSpec
+from attnplug.declare.model import AttentionKind, IndexerDims, LayerSpec, MLADims, ModelSpec
 from attnplug.declare.problem import DEFAULT_PAGE_SIZE, DType, Problem, Role
 from attnplug.declare.spec import Registered
 from attnplug.registry.registry import installed_format
 from attnplug_tune.points import Point
 
-_MLA = re.compile(r"mla:(\d+)", re.ASCII)
+_MLA = re.compile(r"mla:(\d+)(?:k(\d+))?", re.ASCII)
 _HEADS = re.compile(r"(?:gqa|mha):(\d+)(?:/(\d+))?(?:x(\d+))?(?:w(\d+))?", re.ASCII)
 _NOPE, _ROPE, _LATENT, _VALUE = 128, 64, 512, 128
 """Widths of DeepSeek's layers, which most MLA models share."""
+_INDEX_HEADS, _INDEX_DIM = 64, 128
+"""Heads and their width in the index of DeepSeek-V3.2."""
 _CONTEXT = 1 << 20
 
 
@@ -46,18 +48,19 @@ class Task:
 def parse_shapes(text: str) -> tuple[ModelSpec, ...]:
     """Parse ``--shapes`` into models of one layer each. Commas separate them.
 
-    ``mla:16`` has 16 heads over DeepSeek's latent rows, ``gqa:32/8x128`` has 32 query and 8 KV heads of 128, and
-    ``w4096`` at the end is a sliding window.
+    ``mla:16`` has 16 heads over DeepSeek's latent rows, with ``k2048`` at the end over 2048 rows that DeepSeek's index
+    selects. ``gqa:32/8x128`` has 32 query and 8 KV heads of 128; ``w4096`` at the end is a sliding window.
     """
     return tuple(ModelSpec(part.strip(), "shape", (_layer(part.strip()),), _CONTEXT) for part in text.split(","))
 
 
 def _layer(text: str) -> LayerSpec:
     if match := _MLA.fullmatch(text):
-        heads, width = int(match[1]), _NOPE + _ROPE
-        if heads:
+        heads, width, topk = int(match[1]), _NOPE + _ROPE, None if match[2] is None else int(match[2])
+        if heads and topk != 0:
             dims = MLADims(_LATENT, _NOPE, _ROPE)
-            return LayerSpec(0, AttentionKind.MLA, heads, heads, width, _VALUE, width**-0.5, mla=dims)
+            index = None if topk is None else IndexerDims(_INDEX_HEADS, _INDEX_DIM, topk)
+            return LayerSpec(0, AttentionKind.MLA, heads, heads, width, _VALUE, width**-0.5, mla=dims, indexer=index)
     elif match := _HEADS.fullmatch(text):
         heads, kv_heads, dim = int(match[1]), int(match[2] or match[1]), int(match[3] or 128)
         window = None if match[4] is None else int(match[4])
@@ -65,12 +68,16 @@ def _layer(text: str) -> LayerSpec:
             return LayerSpec(0, AttentionKind.MHA, heads, kv_heads, dim, dim, dim**-0.5, sliding_window=window)
     raise UsageError(
         f"--shapes: {text!r} is not a layer; write mla:16, gqa:32/8x128 or mha:8x64 (heads, KV heads that divide them, "
-        "width of a head), with w4096 at the end for a sliding window"
+        "width of a head), with w4096 at the end for a sliding window, or mla:16k2048 for 2048 rows that an index "
+        "selects"
     )
 
 
 def layers_to_measure(model: ModelSpec) -> tuple[tuple[LayerSpec, ...], tuple[str, ...]]:
-    """One layer of each distinct shape that can be measured, and a description of the others."""
+    """One layer of each distinct shape that can be measured, and a description of the others.
+
+    Layers that share an index are left out if the model has one: another layer like them is measured with it.
+    """
     found: dict[LayerSpec, None] = {}
     left_out: dict[str, int] = {}
     for layer in model.layers:
@@ -81,7 +88,7 @@ def layers_to_measure(model: ModelSpec) -> tuple[tuple[LayerSpec, ...], tuple[st
             other = "layers of models with compressed entries"
         if other is not None:
             left_out[other] = left_out.get(other, 0) + 1
-        elif layer.indexer is None or layer.indexer.shares is None:  # others reuse the index of a layer like this one
+        elif layer.indexer is None or layer.indexer.shares is None or not model.index_layers:
             found[replace(layer, layer_id=0)] = None
     return tuple(found), tuple(f"{count} {other}" for other, count in left_out.items())
 
@@ -119,6 +126,6 @@ def tasks_of(registered: Registered, problems: Sequence[Problem], points: Sequen
             page_size = page_size_for(registered, problem)
             for layer in layers_to_measure(problem.model.for_rank(problem.tensor_parallel))[0]:
                 types = dtype, problem.kv_dtype or dtype
-                shape = MeasuredShape.of(layer, types, page_size, problem.mla_by_host, path)
+                shape = MeasuredShape.of(layer, types, page_size, problem.absorbed_by_host, path)
                 found[Task(layer, shape, point)] = None
     return tuple(found)

@@ -5,7 +5,7 @@ the backend claims it, with a page table for the longest context and lengths on 
 depends on the previous result, so that no two overlap. MLA decodes and verifies are absorbed; the up-projections are
 not part of a backend. MLA prefills take the requested path, or the policy's, up-projections included. Extends of one
 token are decodes of a mixed batch, which is absorbed if the backend can. If a host absorbs MLA itself, its queries come
-in two parts, and it has written the new rows.
+in two parts, it has written the new rows, and its index has selected the rows of sparse layers.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from attnplug.contract.backend import AttentionBackend, ForwardExtras
 from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.context import HostContext, Limits
 from attnplug.contract.geometry import Geometry, TypicalLens
-from attnplug.contract.inputs import IndexInputs
-from attnplug.declare.model import LayerSpec, MLADims, ModelSpec
-from attnplug.declare.problem import ForwardMode, GraphLevel, Role
+from attnplug.contract.inputs import IndexInputs, SelectedPositions
+from attnplug.declare.model import IndexerDims, LayerSpec, MLADims, ModelSpec
+from attnplug.declare.problem import ExtendPath, ForwardMode, GraphLevel, Role
 from attnplug.host import MLAWeights, installed_format
 from attnplug.kv.buffer import torch_dtype
 from attnplug.kv.pools import CacheKey, KeyedCache, KVPools, MHAPool, MLAPool
@@ -69,9 +69,14 @@ def cache_bytes(task: Task) -> int:
     shape = task.shape
     pages = sum(-(-length // shape.page_size) for length in task.point.lengths)
     row = installed_format(shape.kv_dtype).token_nbytes(task.layer)
-    if task.layer.indexer is not None:
-        row += task.layer.indexer.head_dim * torch_dtype(shape.dtype).itemsize
+    if (index := _own_index(task.layer)) is not None:
+        row += index.head_dim * torch_dtype(shape.dtype).itemsize
     return pages * shape.page_size * row
+
+
+def _own_index(layer: LayerSpec) -> IndexerDims | None:
+    """Return the layer's index; None if it has none, or shares one as all layers do whose rows a host selects."""
+    return None if layer.indexer is None or layer.indexer.shares is not None else layer.indexer
 
 
 def stage_bytes(task: Task) -> int:
@@ -149,7 +154,7 @@ class Stage:
         dtype, caches = installed_format(shape.kv_dtype), dict[CacheKey[KeyedCache], KeyedCache]()
         if self.task.layer.mla is None:
             return KVPools(mha=MHAPool(self.layers, num_pages=pages, page_size=size, dtype=dtype, device=device))
-        if self.task.layer.indexer is not None:
+        if _own_index(self.task.layer) is not None:
             keys = IndexKeyPool(self.layers, num_pages=pages, page_size=size, dtype=shape.dtype, device=device)
             caches[INDEX_KEYS] = keys
         mla = MLAPool(self.layers, num_pages=pages, page_size=size, dtype=dtype, device=device)
@@ -159,7 +164,7 @@ class Stage:
         """Fill all caches with random rows. The values affect a GPU's power draw, and so its clock."""
         total = self._pages * self.page_size
         block = min(total, _FILL_ROWS)
-        shape, dims, indexer = self.task.shape, self.task.layer.mla, self.task.layer.indexer
+        shape, dims, indexer = self.task.shape, self.task.layer.mla, _own_index(self.task.layer)
         heads = 1 if dims is not None else shape.num_kv_heads
         keys, values = (self._random(block, heads, width) for width in (shape.head_dim, shape.value_dim))
         index = None if indexer is None else self._random(block, indexer.head_dim)
@@ -212,7 +217,8 @@ class Stage:
             attention.reserve(batch.batch_size, batch.num_tokens)
             attention.capture(batch, in_capture=True)
         else:
-            attention.plan(batch, self.task.shape.path)
+            path = ExtendPath.ABSORBED if self.task.shape.hosted else self.task.shape.path
+            attention.plan(batch, path)
         call = self._call(batch)
 
         def run() -> None:
@@ -260,7 +266,7 @@ class Stage:
             return lambda each: attention.attend(self.q, k, v, each, batch, extras=extras)
         new = self._random(rows, 1, shape.head_dim)
         absorbed = batch.plan is not None and batch.plan.extend is None
-        if absorbed and self.task.point.role is not Role.PREFILL:
+        if absorbed and (shape.hosted or self.task.point.role is not Role.PREFILL):
             backend = attention.backend
             forward = backend.forward_decode if batch.forward_mode.is_decode else backend.forward_extend
             if shape.hosted:
@@ -288,10 +294,24 @@ class Stage:
         latent = self._first = self._random(heads, rows, dims.kv_lora_rank).transpose(0, 1)
         rope = self._random(rows, heads, nope + dims.qk_rope_head_dim)[..., nope:]
         assert batch.plan is not None
+        extras = ForwardExtras(selected=self._selected())
         if "q_rope" in planner_claims(self.attention.backend, batch.plan.attention).extras:
-            extras = ForwardExtras(q_rope=rope)
+            extras = replace(extras, q_rope=rope)
             return lambda each: forward(latent, None, None, each, batch, save_kv_cache=False, extras=extras)
-        return lambda each: forward(torch.cat((latent, rope), -1), None, None, each, batch, save_kv_cache=False)
+        return lambda each: forward(
+            torch.cat((latent, rope), -1), None, None, each, batch, save_kv_cache=False, extras=extras
+        )
+
+    def _selected(self) -> SelectedPositions | None:
+        """Random rows for a sparse layer whose rows the host selects, in random order as from a top-k; else None."""
+        indexer, point = self.task.layer.indexer, self.task.point
+        if indexer is None:
+            return None
+        chosen = torch.full((point.rows, indexer.topk), -1, dtype=torch.int32, device=self.device)
+        spans = zip(point.query_lens, self.lengths, strict=True)
+        for row, visible in enumerate(n for new, length in spans for n in range(length - new + 1, length + 1)):
+            chosen[row, :visible] = torch.randperm(visible, device=self.device)[: indexer.topk]
+        return SelectedPositions(chosen)
 
     def _selects(self, batch: ForwardBatch) -> Callable[[LayerSpec], ForwardExtras | None]:
         """Row selection of a sparse layer, which precedes its attention."""

@@ -144,10 +144,4 @@ def _hosted(name: str, problem: Problem) -> Problem:
     host, _ = load_host(name)
     if refusals := host.refusals(problem):
         raise UsageError(f"{host.title} cannot serve this: {'; '.join(each.format(host.render) for each in refusals)}")
-    fitted = host.fit(problem)
-    if fitted.model is not None and not layers_to_measure(fitted.model)[0]:
-        raise UsageError(
-            f"{fitted.model.name} cannot be measured for {host.title}, whose indexer selects the rows of its sparse "
-            "layers; leave out --host"
-        )
-    return fitted
+    return host.fit(problem)

@@ -53,7 +53,8 @@ def _names(backends: Iterable[Registered]) -> str:
 MOST_OCTAVES = 3.0
 """Largest distance of a layer's shape from a measured one: factors of two, summed over heads, widths, window, top-k."""
 HOSTED_OCTAVES = 0.5
-"""Distance between MLA absorbed by its host and the same layers in our engine. Most of a call is the same."""
+"""Distance between MLA absorbed by its host and the same layers in our engine. Most of a call is the same, unless the
+layers are sparse: then only a call in our engine includes the index."""
 TOLERANCE = 1.01
 """A backend joins a schedule only if some batch would take longer than the best time by this factor without it."""
 NOT_MEASURED = 2.0
@@ -216,7 +217,7 @@ def _shapes(role: Role, problem: Problem) -> Counter[MeasuredShape]:
     layers = model.linear_layers if role is Role.LINEAR else model.full_layers
     page_size = problem.page_size or math.lcm(DEFAULT_PAGE_SIZE, model.page_multiple)
     types, path = (dtype, problem.kv_dtype or dtype), problem.extend_path if role is Role.PREFILL else None
-    return Counter(MeasuredShape.of(layer, types, page_size, problem.mla_by_host, path) for layer in layers)
+    return Counter(MeasuredShape.of(layer, types, page_size, problem.absorbed_by_host, path) for layer in layers)
 
 
 def _fit(shape: MeasuredShape, count: int, tables: Sequence[FoundTable], usable: int) -> _Fit | None:

@@ -271,6 +271,13 @@ class Problem:
         layers = () if self.model is None else self.model.full_layers
         return self.mla_by_host and bool(layers) and all(layer.mla is not None for layer in layers)
 
+    @property
+    def absorbed_by_host(self) -> bool:
+        """True if the host passes absorbed MLA queries over rows that it has cached: with ``mla_by_host``, and if its
+        index selects the rows of all sparse layers."""
+        indexers = [] if self.model is None else [layer.indexer for layer in self.model.layers if layer.indexer]
+        return self.mla_by_host or (bool(indexers) and all(indexer.shares is not None for indexer in indexers))
+
     def captured(self, roles: Collection[Role | None]) -> GraphLevel:
         """Return the graph level that these roles require. A backend that only prefills takes no part in decode."""
         only_prefills = set(roles) == {Role.PREFILL}
