@@ -32,6 +32,23 @@ from attnplug_testing.sharing import LONGEST, TOYS, alternating, share, shared, 
 PROMPTS = [[5, 9, 2, 77, 31, 4, 8], [1], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]]
 
 
+SPARSE_TOY = """
+from dataclasses import replace
+from attnplug import hookimpl
+from attnplug_sparse import plugin
+from attnplug_sparse.torch_sparse.backend import TorchSparseBackend
+
+
+class Other(TorchSparseBackend):
+    pass
+
+
+@hookimpl
+def attnplug_backends():
+    return [replace(plugin.attnplug_backends()[0], name="other_sparse", factory=f"{__name__}:Other")]
+"""
+
+
 class TestThirdParties:
     """Backends of a plugin that knows nothing of schedules, beside the embedded one."""
 
@@ -49,6 +66,18 @@ class TestThirdParties:
             assert output == oracle.logits(prompt + output[:-1])[len(prompt) - 1 :].argmax(-1).tolist()
         served = one.statistics.backend_usage.by_backend()["decode"]
         assert served.keys() == {"double", "other", NAME} and min(served.values()) >= 3
+
+    def test_sparse_layers_alternate_over_one_cache_of_index_keys(self, make_oracle, package: Package, monkeypatch):
+        """A9, A10: the backend that plans a step selects its rows, too, from keys that the other one wrote."""
+        package("sparse_toy", SPARSE_TOY)
+        share(monkeypatch, "torch_sparse", "other_sparse")
+        oracle = make_oracle("deepseek_v32")
+        one = Engine(str(oracle.folder), device="cpu", page_size=4, max_batch=3, ignore_eos=True, random_weights=False)
+        outputs = [done.token_ids for done in one.generate(PROMPTS, max_tokens=14)]
+        for prompt, output in zip(PROMPTS, outputs, strict=True):
+            assert output == oracle.logits(prompt + output[:-1])[len(prompt) - 1 :].argmax(-1).tolist()
+        served = one.statistics.backend_usage.by_backend()["decode"]
+        assert served.keys() == {"torch_sparse", "other_sparse"} and min(served.values()) >= 3
 
     def test_the_command_runs_by_a_table_and_prints_the_steps_of_each_backend(
         self, attnplug: Attnplug, package: Package, tmp_path, monkeypatch
