@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from attnplug import ForwardMode, MLAPool, RefusalCode, Role
+from attnplug.auto.ranking import Ranking
+from attnplug.auto.table_store import FoundTable, MeasuredShape, MeasuredTable, Origin
 from attnplug.host import KVPools, ModelAttention, load_registry
 from attnplug_vllm import selection
 from attnplug_vllm.selection import Refused
@@ -191,3 +194,58 @@ def test_a_backend_without_sparse_attention_is_refused(ours):
     Host.config.additional_config = {"attnplug": {"backend": "torch_native"}}
     with pytest.raises(Refused):
         layer(ours)
+
+
+def sparse_table(name: str, times: dict[int, float]) -> FoundTable:
+    """Table of a decode layer as vLLM calls it, in microseconds by the number of requests."""
+    dims = {"head_dim": 48, "value_dim": 32, "dtype": "float32", "kv_dtype": "float32", "page_size": BLOCK}
+    shape = MeasuredShape("mla", HEADS, 1, **dims, topk=TOPK, hosted=True)
+    rows = [(requests, 512, 1, False, us, us, us) for requests, us in times.items()]
+    table = MeasuredTable("a GPU", 90, name, Role.DECODE, shape, rows, {"torch": "2"}, "2026-11-19")
+    return FoundTable(table, Origin("shipped", ""))
+
+
+def test_auto_takes_the_fastest_backend_for_each_number_of_requests(ours, monkeypatch):
+    """By tables of layers whose rows the host has selected."""
+    found = load_registry()
+    native = found.get("torch_sparse")
+    two = {name: replace(native, spec=replace(native.spec, name=name)) for name in ("few", "many")}
+    monkeypatch.setattr(selection, "registry", lambda: replace(found, backends=two))
+    tables = [sparse_table("few", {1: 5.0, 64: 99.0}), sparse_table("many", {1: 9.0, 64: 50.0})]
+    monkeypatch.setattr(selection, "default_ranking", lambda *_, per_batch: Ranking(tables, per_batch=per_batch))
+    Host.config.additional_config = {"attnplug": {"backend": "auto"}}
+    made, builder = layer(ours), builder_of(ours)
+    made.impl.topk_indices_buffer = torch.full((128, TOPK), -1, dtype=torch.int32)
+    made.kv_cache = torch.randn(64, BLOCK, 48)
+    for requests, name in [(1, "few"), (2, "few"), (40, "many")]:
+        given = metadata([(9, 1)] * requests)
+        rows, chosen = made.kv_cache.view(-1, 48), random_positions(given, made.impl.topk_indices_buffer)
+        q, step = torch.randn(requests, HEADS, 48), builder.build(0, given)
+        out, _ = made.impl.forward_mqa((q[..., :32], q[..., 32:]), made.kv_cache, step, made)
+        torch.testing.assert_close(out.double(), expected(q, rows, chosen, 32), atol=1e-5, rtol=1e-5)
+        assert step.whole.planned.batch.plan.attention.planner_names() == [name]
+    assert "nearest shape" not in str(made.impl.selection.choices[Role.DECODE].why(str))
+
+
+def test_lengths_are_on_the_host_for_a_backend_that_only_prefills(ours, monkeypatch):
+    found = load_registry()
+    native = found.get("torch_sparse")
+    two = {
+        name: replace(
+            native,
+            spec=replace(
+                native.spec,
+                name=name,
+                capabilities=replace(native.spec.capabilities, needs_cpu_seq_lens=needs, roles=frozenset({role})),
+            ),
+        )
+        for name, needs, role in [("prefills", True, Role.PREFILL), ("decodes", False, Role.DECODE)]
+    }
+    monkeypatch.setattr(selection, "registry", lambda: replace(found, backends=two))
+    Host.config.additional_config = {"attnplug": {"prefill": "prefills", "decode": "decodes"}}
+    made, builder, given = layer(ours), builder_of(ours), metadata([(40, 1), (3, 20)])
+    made.kv_cache = torch.randn(24, BLOCK, 48)
+    random_positions(given, made.impl.topk_indices_buffer)
+    step = builder.build(0, given)
+    made.impl.forward_mqa(torch.randn(21, HEADS, 48), made.kv_cache, step, made)
+    assert step.whole.planned.batch.geometry.host is not None

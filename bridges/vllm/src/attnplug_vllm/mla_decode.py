@@ -93,8 +93,12 @@ class DecodeGroup:
         declared = [spec.capabilities for spec in serving_specs(attention.selection, Role.DECODE)]
         self.extends = all(ExtendPath.ABSORBED in capabilities.mla_extend for capabilities in declared)
         self.max_verified = min(capabilities.max_speculative_tokens for capabilities in declared)
-        self.needs_lengths = any(capabilities.needs_cpu_seq_lens for capabilities in declared)
-        self.shared = len(declared) > 1
+        # vLLM does not prefill sparse layers itself: backends plan all their rows here.
+        sparse = any(layer.indexer is not None for layer in attention.model.layers)
+        roles = (Role.DECODE, Role.PREFILL) if sparse else (Role.DECODE,)
+        planning = [serving_specs(attention.selection, role) for role in roles]
+        self.needs_lengths = any(spec.capabilities.needs_cpu_seq_lens for specs in planning for spec in specs)
+        self.shared = any(len(specs) > 1 for specs in planning)
 
     def plan(self, step: DecodeStep) -> PlannedBatch:
         """Plan a step that runs without a graph."""
