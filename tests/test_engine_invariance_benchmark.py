@@ -13,6 +13,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import engine_invariance_h200
 
 
+@pytest.mark.long
 def test_schedules_and_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """E3: a model that no backend serves is listed with the reason."""
     monkeypatch.setattr(engine_invariance_h200, "ROUNDS", 1)

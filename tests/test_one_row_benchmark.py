@@ -6,6 +6,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from attnplug_engine.kernels import gemm_tiles
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
@@ -13,6 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import one_row_h200
 
 
+@pytest.mark.long
 def test_every_configuration_is_timed(tmp_path: Path) -> None:
     kept, out = dict(gemm_tiles.ONE_ROW_CONFIGS), tmp_path / "found.json"
     one_row_h200.main(["--smoke", "--models", "mla", "--out", str(out)])

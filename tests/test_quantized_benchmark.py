@@ -6,6 +6,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import decode_models
 import quantized_products_h200
@@ -16,6 +18,7 @@ from attnplug_engine.kernels.gemm_tiles import choose_few_codes
 from attnplug_engine.kernels.quantized_configs import CONFIGS
 
 
+@pytest.mark.long
 def test_every_part_runs(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     main(["--smoke", "--models", "llama", "--out", str(out)])
@@ -28,6 +31,7 @@ def test_fp8_halves_the_limit_of_weights() -> None:
     assert 0.5 < limit_us(config, 1, 512) / decode_models.limit_us(config, 1, 512) < 0.56
 
 
+@pytest.mark.long
 def test_products_of_every_format_run(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     quantized_products_h200.main(["--smoke", "--out", str(out)])
@@ -35,6 +39,7 @@ def test_products_of_every_format_run(tmp_path: Path) -> None:
     assert all(found[form]["error"] < 1e-3 and found[form]["configs"] for form in ("fp8", "int4", "mxfp4"))
 
 
+@pytest.mark.long
 def test_split_products_of_every_configuration_run(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     split_products_h200.main(["--smoke", "--out", str(out)])

@@ -114,7 +114,7 @@ def test_among_63_others(model: str) -> None:
     assert play(engine, [*crowd, Arrival(1, wanted[1], 1)]) == [(1, results[1])]
 
 
-@pytest.mark.parametrize("model", [SPARSE, "tiny:glm_moe_dsa", COMPRESSED])
+@pytest.mark.parametrize("model", [SPARSE, pytest.param("tiny:glm_moe_dsa", marks=pytest.mark.long), COMPRESSED])
 def test_rows_in_host_memory(model: str) -> None:
     """E3: HiSparse keeps the bits; a hot buffer has room for few rows more than a layer selects."""
     hisparse = {"enable_hisparse": True, "hisparse_config": {"device_buffer_size": 16}}

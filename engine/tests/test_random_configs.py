@@ -15,7 +15,7 @@ from attnplug_engine.request import SamplingParams
 from attnplug_testing.rounded_oracle import watched_logits
 
 MODELS = sorted(TINY_CONFIGS.keys() - {"ring_linear"})  # transformers does not have it
-COMPARED, DRAWN = 16, 200
+COMPARED, DRAWN = 12, 200
 """Configs whose logits are compared, and maximum of those drawn for it."""
 NEW_TOKENS = 6
 WIDTHS = {"hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"}

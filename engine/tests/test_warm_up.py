@@ -279,7 +279,7 @@ def test_ranks_agree_on_the_limit_of_the_slowest():
 
 
 def test_prompts_that_are_not_chunked_are_not_timed():
-    assert run_warm_up(Engine("tiny:llama", device="cpu", chunked_prefill_size=-1)) is None
+    assert run_warm_up(Engine("tiny:llama", device="cpu", chunked_prefill_size=-1, context_length=256)) is None
 
 
 @pytest.mark.parametrize("latency", [0, -1.0, float("nan"), True, "fast", 50])

@@ -26,7 +26,8 @@ def test_the_quick_run_has_enough_checks():
     assert_floors(SUBJECTS[0], {}, quick=True)
 
 
-@pytest.mark.parametrize("level", ["batch", "chunks", "verify", "all"])
+@pytest.mark.parametrize("level", ["all", "batch", "chunks", "verify"])
+@pytest.mark.sample(1)
 def test_levels_of_all_compressed_layers(level: str) -> None:
     """E3: entries that an index selects, all entries, and bfloat16; the default budget is spent on the first."""
     (check,) = (each for each in all_checks() if each.name == f"mla.compressed.invariant.{level}")
