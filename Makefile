@@ -36,7 +36,7 @@ HOST_sglang := sglang==$(lastword $(SGLANG))
 
 .PHONY: run test lint types tests bench docs site fuzz gpu-test bridge-test compile-test long-test vllm-test sglang-test host-watch release clean
 
-run: $(VENV)/installed
+run: $(VENV)/compiled
 	$(BIN)/python examples/generate_and_check.py
 
 # Two jobs at a time, the longest first. Workers of pytest-xdist would each collect all 13,000 tests, which takes each
@@ -134,6 +134,10 @@ $(VENV)/installed: $(VENV)/made
 	$(PIP) hatchling editables
 	$(PIP) --no-build-isolation $(addprefix -e ./,$(filter-out $(PLUGINS),$(PACKAGES))) transformers
 	$(PIP) --no-build-isolation --no-deps $(addprefix -e ./,$(PLUGINS))
+	@touch $@
+
+# Bytecode of what every process imports.
+$(VENV)/compiled: $(VENV)/installed
 	$(BIN)/python -c 'import torch, transformers.modeling_utils'
 	@touch $@
 
@@ -144,9 +148,9 @@ $(VENV)/installed-tools: $(VENV)/installed
 	$(PIP) --no-deps flashinfer-python triton
 	@touch $@
 
-# What is only unpacked comes while the environment is filled, which takes one core.
+# What is only unpacked or compiled comes while the environment is filled, which takes one core.
 $(VENV)/installed-dev: $(LISTS)
-	@$(MAKE) --no-print-directory --jobs=4 $(VENV)/installed-tools $(VENV)/unpacked $(VENV)/flashattention/$(lastword $(FLASH_ATTENTION))
+	@$(MAKE) --no-print-directory --jobs=4 $(VENV)/installed-tools $(VENV)/compiled $(VENV)/unpacked $(VENV)/flashattention/$(lastword $(FLASH_ATTENTION))
 	@touch $@
 
 # vLLM's wheel for CPUs is the smaller one and has all of its Python. There is none of the last version.
