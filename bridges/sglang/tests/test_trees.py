@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnplug import AttentionKind, LayerSpec
+from attnplug.host import ModelAttention
 from attnplug_sglang.kv_pools import PageTable
 from attnplug_sglang.planning import (
     CapturedGroups,
@@ -21,7 +22,7 @@ from attnplug_sglang.planning import (
 )
 from attnplug_testing.trees import Parents, ancestors, random_trees, tree_attention, tree_bits
 from sglang_fakes import Mode, attention, batch, mha_layer, slots_table
-from test_captured import PAGE, triton_attention
+from test_captured import PAGE, triton_backends
 
 WIDE = LayerSpec(0, AttentionKind.MHA, 4, 2, 16, 16, 0.25)
 
@@ -95,7 +96,8 @@ def test_a_replay_attends_by_the_trees_of_its_own_step() -> None:
     """B2: three requests are captured, and two are replayed twice with other trees. The second time SGLang plans before
     the draft has written its mask, and reports the mask afterwards."""
     torch.manual_seed(0)
-    ours, cache = triton_attention()
+    (backend,), pools, cache = triton_backends(1)
+    ours = ModelAttention(backend, pools)
     lengths, new = [13, 9, 22], 5
     table = slots_table(lengths, PAGE)
     steps = CapturedGroups([PlannedGroup(ours, PageTable(table, PAGE))], 4, 4 * new, 64)

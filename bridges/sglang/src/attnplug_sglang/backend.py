@@ -37,8 +37,11 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # SGLang is not t
         layers: Layers,
         groups: list[tuple[ModelAttention, PageTable, tuple[int, ...]]],
         select: SelectPositions | None = None,
+        *,
+        by_batch: bool = False,
     ) -> None:
-        """``select``: selects rows by the scores of SGLang's indexer, for sparse models."""
+        """``select``: selects rows by the scores of SGLang's indexer, for sparse models. ``by_batch``: several backends
+        share a role."""
         super().__init__()
         self.req_to_token_pool = runner.req_to_token_pool
         self.token_to_kv_pool = runner.token_to_kv_pool
@@ -47,7 +50,7 @@ class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # SGLang is not t
         self.max_context_len = int(runner.req_to_token_pool.req_to_token.shape[1])
         self.forward_metadata: GroupedStep | None = None
         self._layers = layers
-        self._groups = tuple(PlannedGroup(attention, table) for attention, table, _ in groups)
+        self._groups = tuple(PlannedGroup(attention, table, by_batch) for attention, table, _ in groups)
         self._group_of = {layer: number for number, (_, _, ids) in enumerate(groups) for layer in ids}
         self._captured: CapturedGroups | None = None
         self._select = select

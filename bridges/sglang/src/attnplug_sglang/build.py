@@ -74,7 +74,9 @@ def _build(name: str, runner: Any) -> AttnplugBackend:
             attention = ModelAttention(build_selection(selection, context), pools)
         table = PageTable(runner.req_to_token_pool.req_to_token, runner.page_size, group.translate)
         groups.append((attention, table, tuple(layer.layer_id for layer in group.layers)))
-    backend = AttnplugBackend(runner, layers, groups, _index_select(arguments) if model.is_sparse else None)
+    by_batch = any(len(choice.serving) > 1 for choice in selection.choices.values())
+    select = _index_select(arguments) if model.is_sparse else None
+    backend = AttnplugBackend(runner, layers, groups, select, by_batch=by_batch)
     if runner.use_mla_backend:  # selected rows are read from the cache in place: absorbed only
         _register_prefill(name, backend, ExtendPath.ABSORBED if model.is_sparse else problem.extend_path)
         _pass_parts(name, backend.takes_q_rope and _may_pass_parts(runner.model, arguments))
@@ -224,5 +226,6 @@ def _pass_parts(name: str, parts: bool) -> None:
 
 def _summary(selection: Selection) -> str:
     return ", ".join(
-        f"{role} by {choice.chosen_name} ({choice.why(render)})" for role, choice in selection.choices.items()
+        f"{role} by {' or '.join(backend.spec.name for backend in choice.serving)} ({choice.why(render)})"
+        for role, choice in selection.choices.items()
     )

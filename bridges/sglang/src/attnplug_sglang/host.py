@@ -73,7 +73,7 @@ def fit(problem: Problem) -> Problem:
 
     Its caches are token-major, and it captures decode and the verification of drafts. With speculation, lengths on the
     CPU are upper bounds, unless everything runs there. Linear layers and drafts run on SGLang's own backends. Its
-    indexer selects the rows of sparse layers.
+    indexer selects the rows of sparse layers. One graph serves all lengths of a batch size.
     """
     speculates, model, page_size = problem.speculative_tokens > 0, problem.model, problem.page_size
     level = GraphLevel.NEVER
@@ -91,6 +91,7 @@ def fit(problem: Problem) -> Problem:
         exact_lengths=problem.exact_lengths and (not speculates or problem.device == "cpu"),
         cuda_graph=max(level, problem.cuda_graph),
         wants_graphs=problem.device == "cuda",
+        graphs_by_length=False,
         drafts_by_host=True,
     )
 
@@ -138,7 +139,13 @@ def refuse_sparse_trees(problem: Problem) -> Refusal | None:
 
 
 HOST = HostSpec(
-    title="SGLang", distributions=("sglang",), versions=">=0.5.14,<0.5.24", render=render, fit=fit, refuse=refuse
+    title="SGLang",
+    distributions=("sglang",),
+    versions=">=0.5.14,<0.5.24",
+    render=render,
+    fit=fit,
+    refuse=refuse,
+    per_batch=lambda problem: True,
 )
 
 

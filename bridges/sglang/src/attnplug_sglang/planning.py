@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnplug import BackendError, ForwardBatch, ForwardMode, Geometry, PlanError
-from attnplug.host import HostLengths, ModelAttention, plan_forward
+from attnplug.host import HostLengths, ModelAttention, TypicalLens, plan_forward
 from attnplug_sglang.kv_pools import PageTable
 
 _MODES = {
@@ -40,10 +40,11 @@ def mode_of(batch: Any) -> ForwardMode:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedGroup:
-    """One KV group: the attention of its layers, and its page table."""
+    """One KV group: the attention of its layers, and its page table. ``by_batch``: lengths choose the backend."""
 
     attention: ModelAttention
     table: PageTable
+    by_batch: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +73,7 @@ class Lengths:
     seq_lens: Tensor
     new_lens: Tensor | None
     host: HostLengths | None
+    typical: TypicalLens | None = None
 
 
 def eager_step(batch: Any, groups: Sequence[PlannedGroup], max_context: int) -> GroupedStep:
@@ -90,6 +92,7 @@ def eager_step(batch: Any, groups: Sequence[PlannedGroup], max_context: int) -> 
             max_new=lengths.max_new,
             new_lens=lengths.new_lens,
             host=lengths.host,
+            typical=lengths.typical if group.by_batch else None,
             slots=group.table.slots(batch.out_cache_loc[: lengths.rows]),
             tree=tree,
         )
@@ -126,7 +129,8 @@ def lengths_of(batch: Any, mode: ForwardMode, max_context: int, *, exact: bool) 
         host = HostLengths([each] * requests, [length + before for length in known.tolist()])
     longest = max_context if known is None or not requests else min(int(known.max()) + before, max_context)
     seq_lens = (batch.seq_lens + before).to(torch.int32)
-    return Lengths(requests * each, longest, each, seq_lens, None, host)
+    typical = None if known is None or not requests else TypicalLens(int(known.sum()) // requests + before, longest)
+    return Lengths(requests * each, longest, each, seq_lens, None, host, typical)
 
 
 def new_tokens(batch: Any, mode: ForwardMode) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from attnplug import GraphLevel, Problem, Role, UsageError
 from attnplug.host import BackendRequest, Registry, Selection, SelectionError, default_ranking, explain
-from attnplug_sglang.host import PREFIX, fit, given_options
+from attnplug_sglang.host import HOST, PREFIX, fit, given_options
 
 _DRAFTERS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "FROZEN_KV_MTP")
 """Speculative algorithms whose drafts are chains, or trees with ``--speculative-eagle-topk`` branches."""
@@ -33,7 +33,8 @@ def choose(
     fitted = fit(problem)
     if not graphs:
         fitted = replace(fitted, cuda_graph=GraphLevel.NEVER, wants_graphs=False)
-    selection = explain(registry, request, fitted, ranking=default_ranking(registry, fitted))
+    ranking = default_ranking(registry, fitted, per_batch=HOST.per_batch(fitted))
+    selection = explain(registry, request, fitted, ranking=ranking)
     selection = replace(
         selection, choices={role: selection.choices[role] for role in roles if role in selection.choices}
     )

@@ -23,6 +23,9 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip(reason, allow_module_level=True)
 
 import tiny_checkpoints
+from attnplug import DType
+from attnplug.host import load_model
+from attnplug_testing.measured import measured_twins
 
 HERE = Path(__file__).parent
 OURS = "attnplug:torch_native"
@@ -88,17 +91,16 @@ def test_mla_with_a_prefix_in_one_shot(tmp_path: Path) -> None:
     assert found["again"] == found["tokens"][6:]
 
 
-@pytest.fixture
-def in_parts(tmp_path: Path) -> list[str]:
-    """Folders with the plugin of the backend ``in_parts`` and the metadata of its distribution."""
-    metadata = tmp_path / "site" / "in_parts-1.dist-info"
+def installed(plugin: str, folder: Path) -> list[str]:
+    """Return folders with a plugin's module, which is beside this one, and with the metadata of its distribution."""
+    metadata = folder / "site" / f"{plugin}-1.dist-info"
     metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: in-parts\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text("[attnplug.plugins]\nin_parts = in_parts\n")
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {plugin}\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text(f"[attnplug.plugins]\n{plugin} = {plugin}\n")
     return [str(HERE.parent), str(metadata.parent)]
 
 
-def test_mla_with_queries_and_rows_in_two_parts(in_parts: list[str], tmp_path: Path) -> None:
+def test_mla_with_queries_and_rows_in_two_parts(tmp_path: Path) -> None:
     """Prefixes, chunks and decodes. The backend accepts nothing else; SGLang's pool writes the rows."""
     folder = tiny_checkpoints.save("deepseek", tmp_path)
     ours = {"attention_backend": "attnplug:in_parts"}
@@ -106,11 +108,28 @@ def test_mla_with_queries_and_rows_in_two_parts(in_parts: list[str], tmp_path: P
         folder,
         {**ours, "chunked_prefill_size": 64},
         {**ours, "page_size": 16, "chunked_prefill_size": 64},
-        paths=in_parts,
+        paths=installed("in_parts", tmp_path),
     )
     assert small["tokens"] == large["tokens"] == tiny_checkpoints.expected(folder)
     assert small["again"] == large["again"] == small["tokens"][6:]
     assert large["cached"] == [64, 96]
+
+
+def test_auto_runs_each_batch_on_the_backend_that_was_measured_the_fastest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short prompts and requests on one backend, long ones on the other, over one cache."""
+    folder = tiny_checkpoints.save("deepseek", tmp_path)
+    layer = load_model(str(folder)).layers[0]
+    measured_twins(monkeypatch, tmp_path / "cache", layer, DType.FLOAT32)
+    plans = tmp_path / "plans"
+    case = {"attention_backend": "attnplug:auto", "page_size": 16, "chunked_prefill_size": 64}
+    (found,) = serve(folder, case, paths=installed("twins", tmp_path), TWINS_PLANS=str(plans))
+    assert found["tokens"] == tiny_checkpoints.expected(folder)
+    assert found["again"] == found["tokens"][6:]
+    assert set(plans.read_text().split("\n")) >= {
+        f"{mode} {name}" for mode in ("extend", "decode") for name in ("alpha", "beta")
+    }
 
 
 def drafting(folder: Path, topk: int, tokens: int) -> dict[str, Any]:
