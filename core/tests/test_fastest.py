@@ -43,7 +43,7 @@ from attnplug.host import (
     planner_claims,
 )
 from attnplug.torch_native.backend import TorchNativeBackend
-from attnplug.wrappers.forwarding import HybridLinearBackend, SplitBackend, limited_by
+from attnplug.wrappers.forwarding import HybridLinearBackend, SplitBackend
 from attnplug_testing.batches import capabilities, with_plan
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.specs import GDN as LINEAR
@@ -336,7 +336,7 @@ class TestTogether:
         serving = {Role.PREFILL: by_length("a", "b"), Role.DECODE: by_length("a", "c")}
         shared = FastestBackend(children, serving)
         assert shared.claims == replace(able, cuda_graph=GraphLevel.DECODE)
-        assert limited_by(shared, "cuda_graph") == ("b",)
+        assert shared.limiting_children["cuda_graph"] == ("b",)
         assert FastestBackend(children, {Role.DRAFT: by_length("b", "c")}).claims == replace(
             able, cuda_graph=GraphLevel.NEVER, mla_extend=frozenset()
         )

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from attnplug import GraphLevel, PoolError, UsageError
+from attnplug.host import ForwardingBackend
 from attnplug.machine.runtime import runtime_of
-from attnplug.wrappers.forwarding import limited_by
 from attnplug_engine.execution.runner import ModelRunner
 from attnplug_engine.graphs.capture import GraphCapture
 from attnplug_engine.graphs.decode import DecodeGraphs, GraphReport
@@ -126,6 +126,14 @@ def _prefill_sizes(
             settings=[PREFILL_SIZES.name, "attention_backend"],
         )
     return (), f"{names} cannot capture it"
+
+
+def limited_by(backend: object, claim: str) -> tuple[str, ...]:
+    """Return the names of the backends that weakened a claim of a wrapper; empty for other backends."""
+    if not isinstance(backend, ForwardingBackend):
+        return ()
+    children = [backend.children[label] for label in backend.limiting_children.get(claim, ())]
+    return tuple(name for child in children for name in limited_by(child, claim) or (child.backend_id.name,))
 
 
 def equalize_pages(runner: ModelRunner) -> None:
