@@ -108,7 +108,7 @@ def named(value: object) -> str:
 
 @pytest.fixture(scope="module")
 def oracles(tmp_path_factory):
-    """By model: what judges, and the checkpoint's folder; DeepSeek's has layers for multi-token prediction."""
+    """Oracle and checkpoint folder by model. DeepSeek's checkpoint has multi-token-prediction layers."""
     made: dict[str, tuple[RoundedOracle, str]] = {}
 
     def oracle(name: str) -> tuple[RoundedOracle, str]:
@@ -158,7 +158,7 @@ def _eagle(folder: Path) -> str:
 
 
 def _eagle3(folder: Path) -> str:
-    """A draft that sees states of three of the target's layers, with a vocabulary of its own."""
+    """A draft that reads hidden states of three target layers, with its own vocabulary."""
     drafted = 300
     config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 1, "draft_vocab_size": drafted}
     hidden = config["hidden_size"]

@@ -1,4 +1,4 @@
-"""Chunk planning of every MLA plugin in every serving setup: it plans what it must, and refuses the rest by name
+"""Chunk planning of every MLA plugin in every serving setup: required plans are made, all others are refused by name
 (A4)."""
 
 from __future__ import annotations

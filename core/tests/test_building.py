@@ -283,7 +283,7 @@ class TestClaims:
         ids=["graphs", "lengths", "trees", "extras", "paths"],
     )
     def test_claims_that_fall_short_of_the_problem_are_an_error_with_both(self, registered, claims, asked, named):
-        """A9, D3: a built backend may claim less than its spec, unless the problem needs what is missing."""
+        """A9, D3: a built backend may claim less than its spec, unless the problem needs the missing claim."""
         capabilities = replace(EVERY_PATH, needs_cpu_seq_lens=False, extras={"lse", "sinks"})
         built = registered(backend(Claims(**claims)), capabilities=capabilities)
         build_backend(built, context(), Problem())

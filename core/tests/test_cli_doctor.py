@@ -68,7 +68,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def report(run: Callable[..., str], stand_ins: None, monkeypatch: pytest.MonkeyPatch) -> Report:
-    """The report as JSON. What imports torch is left out: it costs seconds and has tests of its own."""
+    """The report as JSON, without the probes that import torch: they take seconds and have separate tests."""
     monkeypatch.setattr(doctor, "_probe_torch", lambda *_: NO_TORCH)
 
     def as_json() -> dict[str, dict[str, str]]:

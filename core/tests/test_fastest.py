@@ -180,7 +180,7 @@ class TestWhoPlans:
 
     def test_the_plan_of_a_graph_is_made_once_if_its_child_makes_it_once(self) -> None:
         """If the child returns the same plan again, a replay reuses the wrapper's plan. Another plan of the child gets
-        one of its own."""
+        another one."""
         given = batch([50], host=None, typical=TypicalLens(50, 50))
         one, other = (Plan(self.short.backend_id, DECODE, 1, None) for _ in range(2))
         made = iter([one, one, other, one])

@@ -100,7 +100,7 @@ def test_a_generator_that_raises_midway_provides_nothing(
 
 
 def test_an_interrupt_names_the_plugin_that_was_loading(install_source: Install) -> None:
-    """Whether the user or the plugin raised it, the message tells which plugin was loading."""
+    """The message names the plugin that was loading, whether the user or the plugin raised the interrupt."""
     with raises_naming(KeyboardInterrupt, "fast (fast-attention 1.2.3)"):
         load_registry([install_source("raise KeyboardInterrupt")], {})
 

@@ -189,7 +189,7 @@ def test_where_a_users_tables_lie(variables: dict[str, str], folder: str, monkey
 
 
 def test_a_user_without_a_home_has_no_tables_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container that was started with a user of its own."""
+    """As in a container that runs with an unknown user id."""
 
     def homeless() -> None:
         raise RuntimeError("Could not determine home directory.")

@@ -327,7 +327,7 @@ def test_bidirectional_attention_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "modernbert", "longcat_flash", "bart", "vit", "from_next_year"])
 def test_an_unknown_type_is_named_with_the_known_ones_before_sizes_are_read(name: str) -> None:
-    """Whether its config has the standard keys or not: a plain decoder might be a wrong reading of it."""
+    """Also if its config has the standard keys: reading it as a plain decoder might be wrong."""
     for config in (LLAMA_3_8B, {}, {"is_encoder_decoder": True}):
         message = refused({**config, "model_type": name}, "model_type")
         assert repr(name) in message and all(known in message for known in ("llama", "deepseek_v3", "nemotron_h"))

@@ -203,7 +203,7 @@ class TestExtends:
 
     @pytest.mark.parametrize(("decodes", "name"), [(4, "small"), (100, "large")])
     def test_a_mixed_batch_is_a_prefill_and_its_decodes(self, decodes: int, name: str) -> None:
-        """Neither the chunk of 500 tokens nor the mean request alone tells which backend is faster."""
+        """Neither the chunk of 500 tokens nor the mean request alone determines the faster backend."""
         times = SMALL_AND_LARGE.expected_extend([500, *[1] * decodes], [500, *[20000] * decodes])
         assert min(times, key=lambda each: times[each]) == name
 

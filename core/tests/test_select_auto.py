@@ -213,7 +213,7 @@ class _Scheduled:
 
 
 def test_a_schedule_gives_a_role_several_backends() -> None:
-    """D3: the chosen one is its first. A backend that was asked for has no schedule."""
+    """D3: the chosen backend is its first candidate. A requested backend has no schedule."""
     installed = registry(backend("slow"), backend("fast", preference=100))
     request = BackendRequest(roles={Role.DECODE: "slow"})
     selection = select(installed, request, Problem(LLAMA), ranking=_Scheduled())

@@ -71,7 +71,7 @@ class TestSplit:
             split.forward_decode(torch.zeros(2, 1, 8), None, None, FULL, batch)
 
     def test_chunk_hook_reaches_the_prefill_child_with_the_flag(self):
-        """A8: also in a decode batch, which it would be wrong to ask for; chunks are a matter of prefill."""
+        """A8: also for a decode batch, because chunks belong to prefill."""
         for mode in (ForwardMode.EXTEND, ForwardMode.DECODE):
             batch = batch_in(mode)
             assert self.split.init_mha_chunk_metadata(batch, True).planner is self.prefill.backend_id

@@ -162,7 +162,7 @@ def test_decode_on_the_cpu_copies_rows_and_hides_what_comes_after_an_end():
 
 
 def test_rows_of_any_page_size_and_layout_are_copied():
-    """A page of 5 rows, a layout that keeps rows apart, and a request of two rows."""
+    """Pages of 5 rows, a layout with gaps between rows, and a request of two rows."""
     for lengths, page_size, layout in (
         (((70, 1), (9, 1)), 5, "token_major"),
         (((70, 1), (9, 1)), 16, "head_major"),
@@ -174,7 +174,7 @@ def test_rows_of_any_page_size_and_layout_are_copied():
 
 
 def test_one_request_on_the_cpu_whose_pages_follow_each_other_is_read_without_a_copy(monkeypatch):
-    """Pages in another order, and rows that a layout keeps apart, are copied as before."""
+    """Pages in another order, and rows that are not adjacent in the layout, are copied."""
     from attnplug import MHAPool
 
     copies = []

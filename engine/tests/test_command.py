@@ -135,7 +135,7 @@ class TestAnswers:
         assert indices == [1, 2]
 
     def test_what_is_finished_is_written_when_the_command_is_terminated(self, attnplug: Attnplug, uneven, end_with):
-        """By ``timeout`` or a batch system."""
+        """SIGTERM comes from ``timeout`` or a batch system."""
         end_with(signal.SIGTERM)
         outcome = attnplug(*RUN, "--prompts", uneven)
         assert outcome.code == 143 and "stopped: 2 of 3 prompts were finished" in outcome.err

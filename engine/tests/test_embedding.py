@@ -1,4 +1,4 @@
-"""Embeddings against transformers on the same checkpoint: the same hidden states, pooled by code of its own."""
+"""Embeddings against transformers on the same checkpoint: the same hidden states, pooled by independent code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def hidden_states(folder: Path, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
-    """By transformers' base model, ``[tokens, hidden]`` of one prompt at a time, in float32."""
+    """Return hidden states ``[tokens, hidden]`` by transformers' base model, one prompt at a time, in float32."""
     from transformers import AutoModel
 
     with torch.inference_mode(), without_fla():
@@ -66,7 +66,7 @@ def prompts(sequences: list[list[int]]) -> list[list[int]]:
 )
 @pytest.mark.sample(1)
 def test_embeddings_equal_pooled_hidden_states_of_transformers(model_type, each, make_oracle, prompts):
-    """Whole prompts in one batch, and prompts cut in pieces, for which the cache must be right."""
+    """Whole prompts in one batch, and chunked prompts, which read the cache."""
     folder = make_oracle(model_type).folder
     states = hidden_states(folder, prompts)
     for settings in each:
@@ -81,7 +81,7 @@ def test_embeddings_equal_pooled_hidden_states_of_transformers(model_type, each,
 @pytest.mark.parametrize("name", TINY_CONFIGS)
 @pytest.mark.sample(2)
 def test_prompts_in_pieces_give_the_vectors_of_whole_ones(name, prompts):
-    """For every architecture: rows of the cache and states of linear layers go on from piece to piece."""
+    """For every architecture: each chunk continues with the cache rows and linear states of the previous one."""
     whole = Embedder(f"tiny:{name}", device="cpu", pooling="mean").embed(prompts)
     pieces = Embedder(f"tiny:{name}", device="cpu", pooling="mean", chunked_prefill_size=9, page_size=8).embed(prompts)
     for one, other in zip(whole, pieces, strict=True):

@@ -286,7 +286,7 @@ def test_an_fp8_cache_is_moved_as_it_is_stored():
 
 
 def test_an_fp8_cache_uses_the_scale_of_each_layer(tmp_path):
-    """E5: all layers share the memory of new and staged rows, and each has a scale of its own."""
+    """E5: all layers share the memory of new and staged rows, and have different scales."""
     source = RandomCheckpoint.tiny(SPARSE[1])
     layers = len(load_model(SPARSE[1], dtype=torch.float32, device="cpu", source=source).module.layers)
     source.save(tmp_path)
@@ -400,7 +400,7 @@ def test_pages_are_as_many_as_host_and_device_have_room_for(monkeypatch: pytest.
 
 
 def test_a_backend_that_reads_rows_by_the_page_table_is_refused(attnplug: Attnplug):
-    """By a fake backend's claims, see core; here all backends with sparse layers that are installed are checked."""
+    """Core tests the claims of a fake backend; here all installed backends for sparse layers are checked."""
     served = attnplug("explain", "--model", SPARSE[1], "--device", "cpu", "--enable-hisparse")
     assert served.code == 0 and "decode: torch_sparse" in served.out
     refused = attnplug("explain", "--model", "tiny:llama", "--device", "cpu", "--enable-hisparse")

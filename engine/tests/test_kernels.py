@@ -177,7 +177,7 @@ def test_gated_products_of_many_rows_are_those_that_give_all_processors_work() -
 def test_products_that_shared_memory_has_no_room_for_are_a_librarys(
     room: int, gated: bool, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """KiB of SM 89, 80 and 90: Triton raises where a program asks for more."""
+    """Parametrized by KiB of SM 89, 80 and 90: Triton raises if a program needs more."""
     from attnplug_engine.kernels import gemm_tiles
 
     monkeypatch.setattr(gemm_tiles, "shared_memory", lambda device: room << 10)
@@ -284,7 +284,7 @@ def turn_and_twin(pairs: bool, device: str, dim: int = 16) -> tuple[Any, Any]:
 
 
 def rotated(twin: Any, x: Tensor) -> Tensor:
-    """By torch in float64, on the CPU."""
+    """Reference by torch in float64, on the CPU."""
     if not isinstance(twin, PairRotation):
         return twin.apply(x.cpu().double())
     pairs = torch.view_as_complex(x.cpu().double().contiguous().unflatten(-1, (-1, 2)))

@@ -70,7 +70,7 @@ def test_without_files_it_is_the_last_token_normalised(tmp_path):
 @pytest.mark.parametrize(
     ("modules", "pooling", "fragment"),
     [
-        ([TRANSFORMER, POOLING], flags("max_tokens"), r"1_Pooling.config\.json asks for the pooling max,.*--pooling"),
+        ([TRANSFORMER, POOLING], flags("max_tokens"), r"1_Pooling.config\.json requires the pooling max,.*--pooling"),
         ([TRANSFORMER, POOLING], {"pooling_mode": ["mean", "max"]}, "the pooling mean and max"),
         ([TRANSFORMER, POOLING], {"pooling_mode": 3}, "the pooling 3"),
         ([TRANSFORMER, POOLING], [], "not an object"),

@@ -374,7 +374,7 @@ class TestCapture:
 
     @pytest.mark.parametrize("keep_all", [True, False], ids=["demanded", "by default"])
     def test_a_graph_that_does_not_fit_is_an_error_or_left_out(self, keep_all, monkeypatch):
-        """Sizes that the user asked for are an error. Default sizes are left out."""
+        """A requested size is an error. Default sizes are left out."""
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (3 << 20, 9 << 20))
         monkeypatch.setattr("attnplug_engine.graphs.step_graphs.runtime_of", lambda _: runtime_of(torch.device("cuda")))
         monkeypatch.setattr("attnplug_engine.graphs.prefill._seconds", lambda *given, waits: float(not waits))

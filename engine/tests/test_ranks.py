@@ -98,7 +98,7 @@ def waiting(tmp_path: Path) -> Path:
 def started(
     *arguments: str, path: Path | None = None, stderr: int = subprocess.PIPE
 ) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A command in a session of its own, once its first rank has written something, and the ids of its ranks."""
+    """Yield a command in its own session and the process ids of its ranks, after the first rank has written output."""
     environment = {**os.environ, **({} if path is None else {"PYTHONPATH": str(path)})}
     command = [sys.executable, "-m", "attnplug", *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": stderr}

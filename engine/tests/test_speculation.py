@@ -282,7 +282,7 @@ class TestServing:
 class TestDistribution:
     @pytest.mark.parametrize("draft", [LLAMA, "tiny:qwen3"])
     def test_drawn_tokens_have_the_targets_distribution(self, draft):
-        """By chi-squared, of the pairs of tokens that follow a prompt; of the four likeliest each."""
+        """Chi-squared test of the pairs of tokens that follow a prompt, among the four most likely tokens each."""
         prompt, kept, drawn = [1, 2, 3], 4, 500
         one = engine(max_batch=50, **standalone(draft), **shaped(2))
         pairs = Counter(

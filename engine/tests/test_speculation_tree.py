@@ -198,8 +198,8 @@ Level = tuple[list[list[int]], list[list[float]]]
 
 
 def expanded(topk: int, levels: Sequence[Level]) -> tuple[list[list[int]], list[tuple[list[int], list[int], float]]]:
-    """By enumeration, for one request: the living nodes, by number, and every candidate as a path of numbers from the
-    root on, its tokens and its score. Numbers count from 1, level by level."""
+    """Reference by enumeration, for one request: the surviving nodes by number, and every candidate as a path of
+    numbers from the root, with its tokens and its score. Numbers count from 1, level by level."""
     candidates: list[tuple[list[int], list[int], float]] = []
     living: list[tuple[list[int], list[int], float]] = [([0], [], 0.0)]
     alive = []

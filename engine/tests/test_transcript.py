@@ -118,7 +118,7 @@ def test_what_gives_no_character_is_not_waited_on_for_ever(tokenizer, text, char
 
 
 def first_stop(text: str, stops: Sequence[str]) -> tuple[str, int | None]:
-    """By the definition, character by character: the text before the stop text, and where that ends."""
+    """Reference, character by character: the text in front of the stop text, and the end of the latter."""
     for end in range(1, len(text) + 1):
         if found := [stop for stop in stops if text[:end].endswith(stop)]:
             return text[: end - max(map(len, found))], end

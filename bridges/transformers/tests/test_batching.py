@@ -1,4 +1,4 @@
-"""Continuous batching over transformers' own blocks: the tokens of its own implementations."""
+"""Continuous batching over transformers' blocks gives the same tokens as its own implementations."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_model_with_another_implementation_is_refused():
 
 
 def test_a_cap_is_served_though_transformers_own_implementations_leave_it_out():
-    """So it is compared with generate, prompt by prompt."""
+    """The oracle is therefore ``generate``, prompt by prompt."""
     made: Any = model("gemma2")
     made.set_attn_implementation("eager")
     options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

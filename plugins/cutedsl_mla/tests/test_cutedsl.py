@@ -1,4 +1,4 @@
-"""The variant of trtllm_mla with FlashInfer's CuTe DSL kernel: decode alone, memory of its own (A5)."""
+"""The variant of trtllm_mla with FlashInfer's CuTe DSL kernel: decode only, with separate scratch memory (A5)."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def test_what_needs_flash_attn_4_is_refused_without_it(no_library: Path) -> None
 
 
 def test_a_flash_attn_4_that_is_too_old_or_in_pieces_is_none(no_library: Path) -> None:
-    """D3: such a version counts as missing, and the reason says what is wrong with it."""
+    """D3: such a version counts as missing, and the reason names the fault."""
     install_library(no_library, "flash-attn-4", "4.0.0b1", {"flash_attn.cute.__init__": ""})
     (reason,) = refusals(cuda_graph=GraphLevel.DECODE)
     assert "4.0.0b1" in reason.message and reason.advice == "pip install 'flash-attn-4>=4.0.0b36'"
@@ -247,7 +247,7 @@ def kernel_refusals(kernel: str, **changes: Any) -> list[tuple[str, str | None, 
 def test_a_kernel_that_does_not_suit_is_refused_before_anything_is_built(
     fa4: Path, kernel: str, changes: dict[str, Any], code: str, value: str
 ) -> None:
-    """D3: by the option that asks for it."""
+    """D3: the refusal names the option that requests the kernel."""
     assert kernel_refusals(kernel, **changes) == [(code, "flashattention.kernel", value)]
 
 

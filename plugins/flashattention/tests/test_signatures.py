@@ -129,7 +129,7 @@ def paged(queries: tuple[int, ...], keys: tuple[int, ...]) -> PagedCall:
 
 @pytest.mark.parametrize("name", REFERENCES)
 def test_references_take_what_the_library_takes(name):
-    """By the same names, in the same order, with the same defaults; none of them makes a parameter up."""
+    """Parameters have the same names, order and defaults, and there are no others."""
     real = SIGNATURES[name]().parameters
     own = inspect.signature(REFERENCES[name]).parameters
     assert [parameter for parameter in real if parameter in own] == list(own)

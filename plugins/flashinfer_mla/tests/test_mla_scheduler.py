@@ -33,7 +33,7 @@ WORK_LIST = {
 
 
 def test_the_work_list_is_read_where_the_scheduler_puts_it(library: FlashInferMLALibrary) -> None:
-    """Nothing but their order tells the numbers of a plan apart; the C++ in the wheel gives them names and sizes."""
+    """The numbers of a plan are distinguished only by their order; the C++ source in the wheel has names and sizes."""
     info = plan_info()
     assert list(info) == ["num_blks_x", "num_blks_y", *WORK_LIST, "partial_o_offset", "partial_lse_offset"]
     kernel = make().paged(decode=False)

@@ -150,7 +150,7 @@ def test_planning_by_the_policy_alone_runs_in_every_combination(serving, disable
 
 
 def test_planning_the_regression_8218_after_800():
-    """A8's bug: the plan covers the rows of its own batch, however many an earlier one had."""
+    """The bug behind A8: a plan covers the rows of its own batch, regardless of earlier batches."""
     stage = scene(Serving(), False, lengths=((800, 8218),))
     chunked = attention(stage, forced=ExtendPath.CHUNKED, chunk_capacity=512)
     chunked.plan(scene(Serving(), False, lengths=((0, 800),)).batch())

@@ -73,7 +73,7 @@ def test_other_batches_are_left_to_the_parts(setting) -> None:
 
 @pytest.mark.parametrize("setting", [replace(INTERPRETED, dtype=DType.FLOAT16, tolerance=2e-3)])
 def test_short_types_are_rounded_where_the_parts_round(setting) -> None:
-    """So that a token has the same state whether it was prefilled or decoded."""
+    """A token has the same state whether it was prefilled or decoded."""
     whole, apart = DeltaScene(setting), DeltaScene(setting)
     for members in ([4, 0], [0, PADDED]):
         steps = [scene.step(members) for scene in (whole, apart)]
@@ -194,7 +194,7 @@ def test_a_batch_of_another_backend_is_refused() -> None:
 
 @pytest.mark.cross_compile
 def test_it_compiles_for_gpus_and_holds_a_state_in_registers() -> None:
-    """By Triton's compiler, which needs no GPU. Whether it is right or fast there is not said."""
+    """Triton's compiler needs no GPU. This shows neither correctness nor speed."""
     found = compiled_by(Path(__file__).with_name("cross_compile.py"))
     assert [(sm, by_channel) for sm, by_channel, *_ in found] == [(80, False), (90, False), (90, True), (90, True)]
     for _, _, shared, _, spilled in found:

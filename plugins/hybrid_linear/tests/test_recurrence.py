@@ -136,7 +136,7 @@ def test_the_strongest_decays_forget_and_stay_finite(kind, log_decay, way) -> No
 @every_way
 @pytest.mark.parametrize("kind", [AttentionKind.GDN, AttentionKind.KDA, AttentionKind.MAMBA2])
 def test_strong_decays_leave_later_weak_ones_exact(kind, way) -> None:
-    """Behind sums of log decays as low as -1000, float32 would know a difference of theirs to 6e-5."""
+    """Float32 differences of cumulative log decays near -1000 would have an error of 6e-5."""
     case = sequence(kind, LinearDims(2, 2, 16, 16), CHUNK, normalize=True)
     decay = torch.full_like(case.inputs.log_decay, -0.0123)
     decay[:50] = -20.0123

@@ -106,7 +106,7 @@ def test_it_compiles_for_gpus() -> None:
 @pytest.mark.parametrize("device", DEVICES[1:])
 @formats
 def test_rows_are_written_and_read_without_waiting(format: KVFormat, device: str) -> None:
-    """By the codec, too: it writes where Triton is missing, and always reads."""
+    """Also with the codec, which writes if Triton is missing, and always reads."""
     pool, given = pools(MLAPool, MLA, format, device), rows(8, 1, 112, device=device)
     slots = torch.arange(8, device=device)
     for kernel in (pool._layers[0][0].kernel, None):

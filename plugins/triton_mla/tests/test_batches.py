@@ -207,7 +207,8 @@ class TestConfigurations:
         ("mode", "new", "heads", "prefixes"), [(VERIFY, 8, 24, (0, *[60] * 40)), (DRAFT_EXTEND, 100, 16, (0, 30, 70))]
     )
     def test_parts_that_see_no_row(self, mode, new, heads, prefixes, device):
-        """Early tokens of a request do not see its last step, with which a program may begin, and go on to a tile."""
+        """A program may begin with the last step of a request, which early tokens do not see, and continue with the
+        next tile."""
         check(mla(tuple((prefix, new) for prefix in prefixes), mode, heads=heads), device)
 
     @pytest.mark.parametrize(("kernel", "tile"), [("triton", 16), ("low", 16), ("wide", 64)])

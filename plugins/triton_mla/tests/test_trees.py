@@ -26,7 +26,7 @@ on_a_gpu = pytest.mark.parametrize("device", DEVICES[1:])
 
 
 def trees(rows: int, prefixes: tuple[int, ...] = (0, 37, 64), **changes: Any) -> KernelCase:
-    """A tree of its own for every request."""
+    """Every request has another tree."""
     given = {"page_size": 16, "heads": 2, "trees": random_trees(len(prefixes), rows, seed=rows), "seed": rows}
     return mla(tuple((prefix, rows) for prefix in prefixes), VERIFY, **{**given, **changes})
 
@@ -96,7 +96,7 @@ def test_what_a_row_must_not_see_may_be_nan(device):
 
 @on_every_device
 def test_trees_are_read_where_they_lie(device):
-    """A part of a larger tensor, with its columns apart."""
+    """A slice of a larger tensor, with strided columns."""
     stage = scene(trees(4), device)
     batch = stage.batch()
     wide = torch.full((3, 12), -1, dtype=torch.int64, device=device)

@@ -289,8 +289,8 @@ class TestPlanning:
 class TestEveryVersion:
     @pytest.mark.parametrize("version", [None, NEWEST])
     def test_decode_verify_and_ragged_calls_are_taken(self, version):
-        """C4: by the signatures of the pinned FlashInfer and of the newest claimed; the two differ in the base of the
-        log-sum-exp that they can be asked for."""
+        """C4: checked against the signatures of the pinned FlashInfer and of the newest supported one, which differ in
+        the bases of the log-sum-exp that they offer."""
         if flashinfer_folder(version) is None:
             pytest.skip(f"flashinfer {version} is not unpacked; make test does it")
         build = partial(reference_trtllm, flashinfer=ReferenceFlashInfer(version))

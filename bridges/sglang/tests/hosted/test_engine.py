@@ -29,7 +29,7 @@ OURS = "attnplug:torch_native"
 
 
 def serve(folder: Path, *cases: dict[str, Any], paths: Sequence[str] = (), **environment: str) -> list[dict[str, Any]]:
-    """Run each case in an engine of its own. ``paths``: further folders from which the engine's processes import."""
+    """Run each case in its own engine. ``paths``: further folders from which the engine's processes import."""
     found = results(["serve.py", str(folder), *map(json.dumps, cases)], len(cases), paths, environment)
     assert len(found) == len(cases)
     return found
@@ -174,6 +174,6 @@ def test_what_cannot_serve_is_refused_before_processes_start(tmp_path: Path) -> 
         {"attention_backend": "attnplug:triton_mla"},
         {"attention_backend": OURS, "enable_pdmux": True},
     )
-    assert "asked for by --attention-backend" in by_device["refused"]
+    assert "requested by --attention-backend" in by_device["refused"]
     assert "change --device" in by_device["refused"]
     assert "--enable-pdmux" in by_option["refused"]

@@ -72,7 +72,7 @@ def test_chunks_of_64_in_blocks_of_16_and_prefix_hits(deepseek, monkeypatch):
 
 
 def test_vllms_own_prefill_stays_unless_one_is_named_and_decode_goes_by_batch(deepseek, monkeypatch, tmp_path):
-    """By a table of this machine's: long requests are decoded by another backend than short ones."""
+    """With a table for this machine, long requests are decoded by another backend than short ones."""
     (layer, *_) = load_model(deepseek.path("dense")).layers
     twins = measured_twins(monkeypatch, tmp_path, layer, DType.FLOAT32)
     monkeypatch.setattr(selection, "registry", lambda: twins)

@@ -31,7 +31,7 @@ _MOST = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class MeasuredShape:
-    """Layer shape of a measurement per rank, ``[heads, head_dim]`` and more: what a time depends on beside the batch.
+    """Layer shape of a measurement on one rank: everything but the batch that determines a time.
 
     ``head_dim`` is the width of a cached key row; for MLA, of the latent row that all heads share. ``value_dim`` is the
     width of a value row; for MLA, ``kv_lora_rank``. ``window`` and ``topk`` are 0 if a layer attends to all rows.
@@ -378,7 +378,7 @@ def load_tables(plugins: Plugins, processor: Processor) -> Tables:
 
 
 def _outdated(found: FoundTable, backend: Registered, processor: Processor) -> str | None:
-    """Reason why a table no longer applies; None if it does, empty if what it measured is not installed."""
+    """Reason why a table no longer applies; None if it applies, empty if a measured distribution is not installed."""
     table, origin = found.table, found.origin
     known = {backend.source.distribution: backend.source.version, DRIVER: processor.driver}
     here = {name: known[name] if name in known else installed_version(name) for name in table.versions}

@@ -439,7 +439,7 @@ def _device_slots(table: Tensor, lens: Sequence[int], page_size: int) -> Tensor:
 
 
 def _host_slots(table: Tensor, lens: Sequence[int], page_size: int) -> Tensor:
-    """Same as ``_device_slots`` with numpy, whose small operations cost a third of torch's.
+    """Same as ``_device_slots`` with numpy: its small operations take a third of the time of torch's.
 
     It still takes half of the time of planning a decode step.
     """

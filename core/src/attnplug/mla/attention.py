@@ -163,8 +163,8 @@ class MLAAttention:
             forced = requested or self.policy.forced
             if forced not in (None, ExtendPath.ABSORBED):
                 raise PlanError(
-                    f"the extend path {forced} is asked for, and the model's layers read further caches in place, so "
-                    f"they run {ExtendPath.ABSORBED} only; ask for that one, or for none"
+                    f"the extend path {forced} is requested, and the model's layers read further caches in place, so "
+                    f"they run {ExtendPath.ABSORBED} only; request that one, or none"
                 )
             return ExtendPath.ABSORBED
         if mode.is_decode or not geometry.rows:

@@ -314,7 +314,7 @@ class HybridLinearBackend(ForwardingBackend):
     ) -> Plan | None:
         if FULL not in self.children:
             raise PlanError(
-                f"{self.backend_id.name} was asked to plan the chunks of an MLA prefill, and its model has no "
+                f"{self.backend_id.name} was called to plan the chunks of an MLA prefill, but its model has no "
                 "full-attention layer"
             )
         return self.chunk_plan(FULL, forward_batch, disable_flashinfer_ragged)

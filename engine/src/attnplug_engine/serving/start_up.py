@@ -60,7 +60,7 @@ def capture_graphs(
     options: EngineOptions,
     progress: Callable[[int, int], None] | None = None,
 ) -> GraphReport:
-    """Capture the steps that options ask for and backends can capture. Raises UsageError or PoolError."""
+    """Capture the steps that options request and backends can capture. Raises UsageError or PoolError."""
     level, limits = runner.attention.graph_level, limited_by(runner.backend, "cuda_graph")
     backend, target_limits = runner.backend, limits
     if rounds is not None and rounds.draft is not None and rounds.draft.attention.graph_level < level:
@@ -121,7 +121,7 @@ def _prefill_sizes(
     names = " and ".join(limits) or runner.backend.backend_id.name
     if asked is not None:
         raise UsageError(
-            f"`{PREFILL_SIZES.name}` asks for CUDA graphs of prefills, and {names} cannot capture them; leave it "
+            f"`{PREFILL_SIZES.name}` requests CUDA graphs of prefills, and {names} cannot capture them; leave it "
             "out, or choose backends that capture any batch: `attnplug backends` lists these with graphs always",
             settings=[PREFILL_SIZES.name, "attention_backend"],
         )
