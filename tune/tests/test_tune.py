@@ -220,7 +220,7 @@ def test_compiling_is_reported_and_is_no_part_of_the_budget(install: Install) ->
 
 
 def test_a_broken_backend_is_reported_and_left_out_for_that_role_alone(install: Install, monkeypatch) -> None:
-    """D2: it disturbs no other."""
+    """D2: other backends are still measured."""
     registry = toys(install, "broken", "good")
     chain = measure.Stage.chain
 
