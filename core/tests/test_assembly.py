@@ -1,4 +1,4 @@
-"""Building what was chosen: what happens where a backend that was chosen cannot be built."""
+"""Building of selected backends, and failures of it."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def test_no_ranking_dispatches_by_batch_if_levels_are_requested() -> None:
 
 
 class Turns:
-    """Ranking in which all usable backends share a role by turns, or only those that ``only`` lists for it."""
+    """Ranking that lets all usable backends, or those in ``only``, share a role in turn."""
 
     def __init__(self, only: dict[Role, tuple[str, ...]] | None = None) -> None:
         self.only = only or {}

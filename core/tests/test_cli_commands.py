@@ -76,7 +76,7 @@ BROKEN = {
 def test_a_broken_command_is_one_warning_and_an_error_if_it_is_run(
     attnplug: Attnplug, bring: Bring, source: str
 ) -> None:
-    """D2: with its distribution and version; help, version and every other command are as they were."""
+    """D2: the error has its distribution and version; help, version and other commands are unaffected."""
     bring("rude", source=source)
     bring("polite", "wave", GOOD.replace("greet", "wave"))
     listed = attnplug("--help")

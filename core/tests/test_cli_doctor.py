@@ -354,7 +354,7 @@ def test_stop_kills_running_probes(tmp_path: Path) -> None:
 
 
 def test_a_report_that_cannot_be_written_waits_for_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an interrupt, or if the reader is gone, running probes are ended so that the command ends at once."""
+    """After an interrupt, or if the reader closed the pipe, running probes are killed and the command ends."""
     stopped = []
 
     class Watched(doctor.Probes):

@@ -217,7 +217,7 @@ class TestWhoPlans:
         assert found == [["a"], ["b"], ["b"], ["a"]]
 
     def test_roles_have_schedules_of_their_own_or_one_backend(self) -> None:
-        """A9: ``verify`` names the role whose backend verifies, as for a split."""
+        """A9: ``verify`` is the role of the verifying backend, as for a split."""
         one = FastestBackend(
             {"short": self.short, "long": self.long},
             {Role.PREFILL: "long", Role.DECODE: by_length("short", "long")},

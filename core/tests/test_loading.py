@@ -190,7 +190,7 @@ def test_streams_that_a_plugin_closes_are_open_again(
 def test_a_stream_that_a_plugin_keeps_can_be_written_to_later(
     install_source: Install, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As logging handlers do."""
+    """Logging handlers do this."""
     point = install_source(f"import logging\nhandler = logging.StreamHandler(){GOOD}")
     load_registry([point], {})
     point.load().handler.stream.write("later\n")

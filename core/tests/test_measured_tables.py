@@ -82,7 +82,7 @@ def test_a_shipped_table_holds_for_other_releases_of_torch_the_plugin_and_driver
 def test_a_library_that_a_backend_takes_where_it_is_there_counts(
     before: str | None, after: str | None, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as flash-attn-4, without which ``flashattention`` runs on another kernel."""
+    """For example flash-attn-4: without it, ``flashattention`` uses another kernel."""
     installed = registry(backend("late", uses=("extra",)))
     for version in (before, after):
         for module in (store, table_writing):
@@ -238,7 +238,7 @@ def test_a_report_gives_the_state_of_every_file() -> None:
 
 @pytest.mark.usefixtures("plain_environment")
 def test_a_third_partys_backend_takes_part_without_doing_anything(attnplug: Attnplug, package: Package) -> None:
-    """D1: once it is measured, ``explain`` shows its figures beside the others'."""
+    """D1: after it was measured, ``explain`` shows its times together with the others'."""
     package("acme", fields="{'preference': 100}")
     here = Processor(_cpu_name(), 0)
     shape = replace(SHAPE, num_heads=4, num_kv_heads=2, head_dim=16, value_dim=16, dtype=DType.FLOAT32)

@@ -248,7 +248,7 @@ class TestHook:
         assert seen == [True]
 
     def test_a_batch_planned_again_keeps_no_chunk_plan(self):
-        """C2: neither where the next path has none, nor where its hook plans nothing."""
+        """C2: neither if the next path has none, nor if its hook plans nothing."""
         model = Model(small(((20, 9),), mla=DIMS))
         batch, plans = model.stage.batch(), [True, False]
         backend = self.backend(lambda self, forward_batch: plan_of(forward_batch) if plans.pop(0) else None)

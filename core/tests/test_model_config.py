@@ -1,4 +1,4 @@
-"""Reading models: from a reference to a config, and every way in which a config can be wrong."""
+"""Reading of models: references, configs, and invalid configs."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_yarn_needs_a_factor() -> None:
 
 
 def test_rope_scaling_wins_over_rope_parameters() -> None:
-    """As in transformers: there the softmax scale of DeepSeek-V3 is that of ``rope_scaling``."""
+    """Same as in transformers, where ``rope_scaling`` determines the softmax scale of DeepSeek-V3."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "mscale_all_dim": 1.0}
     plain = {"rope_type": "default", "rope_theta": 10000.0}
     base = without(DEEPSEEK_V3, "rope_scaling")

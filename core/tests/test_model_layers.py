@@ -132,7 +132,7 @@ def test_granite_sets_its_own_scale() -> None:
 def test_layers_that_slide_if_a_flag_turns_windows_on(
     model_type: str, keys: dict[str, Any], slides: list[bool]
 ) -> None:
-    """As in the config classes of transformers 5.22."""
+    """Same as in the config classes of transformers 5.22."""
     config = {**LLAMA_3_8B, "model_type": model_type, "num_hidden_layers": 5, "sliding_window": 7, **keys}
     spec = read(config, use_sliding_window=True)
     assert windows(spec) == [7 if slide else None for slide in slides]

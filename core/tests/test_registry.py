@@ -297,7 +297,7 @@ def test_any_text_as_a_name_is_an_error_for_a_person(install: Install, name: str
 
 
 def test_asking_for_a_broken_backend_tells_what_is_wrong(install: Install) -> None:
-    """D2: by the backend's name, or by the entry point's where the backend's is not known."""
+    """D2: by the backend's name, or by the entry point's if the backend's is unknown."""
     registry = load_registry(
         [
             install(bringing(spec("old", contract="9.0")), "x", "old-dist", "7.7"),

@@ -25,7 +25,7 @@ TIMES = st.floats(0.5, 5000).map(lambda time: round(time, 1))
 
 @st.composite
 def schedules(draw: st.DrawFn) -> BackendSchedule:
-    """Two or three backends over points that need not be a grid, nor the same ones."""
+    """Two or three backends with different points, which may not form a grid."""
     points = draw(st.lists(POINTS, min_size=1, max_size=8, unique=True))
     times = {}
     for name in draw(st.permutations(["a", "b", "c"]))[: draw(st.integers(2, 3))]:

@@ -126,7 +126,7 @@ class TestSplit:
         assert len(self.prefill.calls) == 1
 
     def test_a_child_that_takes_no_part_in_graphs_reserves_no_memory_and_says_nothing_of_padding(self):
-        """A9: a prefill backend without graphs beside a decode backend with them."""
+        """A9: a prefill backend without graphs and a decode backend with graphs."""
         prefill, decode = Hookless(), Recorder("decode", fill=2)
         split = SplitBackend(prefill, decode)
         assert split.claims.cuda_graph is GraphLevel.DECODE

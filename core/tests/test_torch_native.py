@@ -201,7 +201,7 @@ def test_rows_that_are_read_without_a_copy_are_attended_to_in_every_way():
 
 
 def test_rows_past_the_pool_are_refused_as_a_copy_of_them_would_be():
-    """A slice of the pool would end where the pool ends, and hide that rows are missing."""
+    """A slice of the pool would end with the pool and hide missing rows."""
     stage = Stage(small(((70, 1),), ForwardMode.DECODE, pages="interleaved"), "cpu")
     group = stage.backend.init_forward_metadata(stage.batch()).metadata.groups[0]
     past = stage.backend._mha.num_pages * stage.backend._mha.page_size - 1 - int(group.slots[0, 0])

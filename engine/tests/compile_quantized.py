@@ -1,4 +1,4 @@
-"""The kernels of quantized weights, compiled for GPUs that need not be there."""
+"""The kernels of quantized weights, compiled for GPUs that may be absent."""
 
 import re
 from collections.abc import Iterator

@@ -360,7 +360,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., N
     ]
 )
 def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A device for each way in which functions with kernels run: by torch, by interpreted kernels, and on a GPU."""
+    """A device for each implementation of functions with kernels: torch, interpreted kernels, and a GPU."""
     if request.param == "interpreted":
         monkeypatch.setattr(kernels, "usable", lambda _x: True)
     return "cuda" if request.param == "cuda" else "cpu"

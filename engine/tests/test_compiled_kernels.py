@@ -57,7 +57,7 @@ def test_streamed_products_take_no_more_shared_memory_than_is_looked_for(sm: int
 
 
 def test_weights_are_loaded_before_the_kernel_waits_for_its_input(facts: Facts) -> None:
-    """On SM 90, where a kernel starts while the one before it still runs. Nothing is stored before the wait."""
+    """On SM 90, a kernel starts while the previous one is running. Nothing is stored before the wait."""
     for one in facts["models"]:
         assert one["stored_early"] == 0
         assert (one["loaded_early"] > 0) == (one["sm"] == 90 and one["kernel"] in WITH_WEIGHTS), one

@@ -40,7 +40,7 @@ def test_halves_give_float64s_result_wherever_a_request_is_cut(case):
 
 @pytest.mark.parametrize("name", ["draft", "one request"])
 def test_halves_of_a_batch_with_lengths_on_the_device_alone(name):
-    """B4: where all requests have as many new tokens."""
+    """B4: if all requests have the same number of new tokens."""
     stage = Stage(CASES[name], "cpu")
     batch = stage.batch()
     batch.geometry = replace(batch.geometry, host=None)
@@ -169,7 +169,7 @@ class TestCut:
         [({"captured": True}, "captured"), ({"mode": ForwardMode.TARGET_VERIFY}, "target_verify")],
     )
     def test_what_a_graph_reads_and_what_leaves_no_state_is_split_between_requests(self, changes, named):
-        """Static memory holds one length a request, and a verify leaves every state as it was."""
+        """Static memory holds one length per request, and a verify changes no state."""
         with raises_naming(PlanError, named, 2, "request 1"):
             split_request(dataclasses.replace(two_requests(), **changes), BatchSplit(1, 2), (0, 1))
 

@@ -109,7 +109,7 @@ def bare(make_oracle, tmp_path):
 
 @pytest.mark.parametrize("model_type", ["qwen3", "mistral"])
 def test_a_checkpoint_of_a_base_model_is_embedded_and_cannot_generate(model_type, bare, prompts):
-    """As Qwen3-Embedding is saved: from ``Qwen3Model``."""
+    """Saved from ``Qwen3Model``, like Qwen3-Embedding."""
     folder = bare(model_type)
     found = Embedder(folder, device="cpu").embed(prompts)
     for embedding, states in zip(found, hidden_states(folder, prompts), strict=True):
@@ -153,7 +153,7 @@ def test_the_context_says_that_nothing_is_decoded_and_how_prompts_run(monkeypatc
     ids=["number", "tokens", "pages"],
 )
 def test_many_prompts_run_within_the_limits_of_the_context(pages, context, lengths, together, monkeypatch):
-    """As many at a time as fit, by each of the limits alone; and nothing is held afterwards."""
+    """Each limit alone bounds the number of requests at a time; nothing is held afterwards."""
     page = bytes_per_page(load_model("tiny:qwen3_next"), 4, DType.FLOAT32, torch.float32)
     monkeypatch.setattr("attnplug_engine.serving.embedding.STEP_TOKENS", 64)
     monkeypatch.setattr("attnplug_engine.serving.sizing._CPU_CACHE_BYTES", pages * page)

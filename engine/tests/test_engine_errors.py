@@ -177,7 +177,7 @@ def poison(engine: Engine, layer: int) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_nan_in_logits_ends_the_request_that_has_it_and_no_other(overlap):
-    """Also where it has a row in the next step already, which runs."""
+    """Also if it already has a row in the next step, which runs."""
     engine = Engine("tiny:llama", device="cpu", page_size=4, prefix_cache=False, overlap=overlap)
     wanted = engine.generate([[1, 2, 3]], max_tokens=4, stop_token_ids=frozenset({9}))[0]
     poison(engine, 1)

@@ -33,7 +33,7 @@ PROMPTS = [[5, 9, 2, 77, 31, 4, 8], [1], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]]
 
 
 class TestThirdParties:
-    """Backends of a plugin that knows nothing of schedules, beside the embedded one."""
+    """Backends of a plugin without schedules, in addition to the embedded one."""
 
     @pytest.mark.parametrize("model_type", ["llama", "deepseek_v3"])
     def test_alternating_steps_give_the_tokens_of_transformers(

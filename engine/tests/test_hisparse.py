@@ -220,7 +220,7 @@ def test_kernels_serve_the_engines_batches(model, expected, monkeypatch):
 
 
 def differences(found: list[list[int]], wanted: list[list[int]]) -> str:
-    """Prompts whose tokens differ, and the first place where they do."""
+    """Prompts with different tokens, and the first difference of each."""
     events = []
     for number, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
         if mine != theirs:

@@ -345,7 +345,7 @@ class TestCapture:
         assert one.statistics.replayed_prefills and not one.statistics.eager_prefills
 
     def test_padding_is_a_token_that_there_is(self):
-        """An earlier step, in which the host did not know a token, may have left -1 in its place."""
+        """An earlier step may have left -1 for a token that the host did not know."""
         one = captured(engine())
         inputs, row = one.runner.graphs.prefill.inputs, one.runner.table.max_requests
         request = Request(0, (1, 2, 3), SamplingParams(max_tokens=2))

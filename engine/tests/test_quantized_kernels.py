@@ -39,7 +39,7 @@ on_every_device = pytest.mark.parametrize("device", DEVICES)
 
 
 def kernels(name: str = "quantized_gemm") -> ModuleType:
-    """A module of kernels, which are interpreted where there is no GPU."""
+    """A module of kernels, interpreted without a GPU."""
     pytest.importorskip("triton")
     return import_module(f"attnplug_engine.kernels.{name}")
 

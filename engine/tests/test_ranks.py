@@ -239,7 +239,7 @@ def test_a_rank_that_lost_the_others_leaves_the_report_to_its_parent(monkeypatch
 
 
 def test_ending_the_command_ends_its_ranks(waiting):
-    """As ``timeout`` or a batch system does it."""
+    """``timeout`` and batch systems do this."""
     with started("wait", path=waiting) as (process, ranks):
         process.terminate()
         written, errors = process.communicate(timeout=120)
@@ -250,7 +250,7 @@ def test_ending_the_command_ends_its_ranks(waiting):
 
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_of_all_processes_is_reported_once(waiting):
-    """As a terminal does it: Ctrl-C reaches the ranks too."""
+    """In a terminal, Ctrl-C also reaches the ranks."""
     with started("wait", path=waiting) as (process, ranks):
         os.killpg(process.pid, signal.SIGINT)
         written, errors = process.communicate(timeout=120)

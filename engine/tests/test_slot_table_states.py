@@ -18,8 +18,10 @@ from attnplug_engine.scheduling.slot_table import SlotTable
 
 
 class TableOverPool(RuleBasedStateMachine):
-    """Random requests over a real pool: every row reads back exactly what was written for it. Each token has a unique
-    number. Free pages are NaN, so a row that reads one, or a copy that comes too late, is seen."""
+    """Random requests over a real pool: every row reads back exactly what was written for it.
+
+    Each token has a unique number. Free pages are NaN, which shows a row that reads one, or a copy that comes too late.
+    """
 
     PAGE_SIZE = 3
     PAGES = 10

@@ -150,7 +150,7 @@ def test_what_is_accepted_is_committed_by_row(kernel_device: str, tree: bool) ->
 
 
 def test_bad_logits_are_never_matched(kernel_device: str) -> None:
-    """Not even by nodes that are missing; the -1 is the last token that is accepted."""
+    """Also if nodes are missing; the -1 is the last accepted token."""
     chosen = [[-1, 5, 5], [5, -1, 5]]
     for parents in (None, whole([[0, 1], [0, 1]], kernel_device, 2)):
         accepted = accept(

@@ -1,4 +1,4 @@
-"""Two-batch overlap: where a batch is cut, how its halves run, and that they equal the whole batch."""
+"""Two-batch overlap: split of a batch, execution of its halves, and equality with the whole batch."""
 
 from __future__ import annotations
 
@@ -384,7 +384,7 @@ def on_streams(monkeypatch: pytest.MonkeyPatch) -> tuple[Driver, Streams]:
 
 
 def test_on_two_streams_a_layer_of_the_second_half_waits_for_that_of_the_first(on_streams):
-    """It may run beside the first half's next layer, and the result waits for both."""
+    """It may run concurrently with the first half's next layer, and the result waits for both."""
     driver, streams = on_streams
     driver.runner.forward(driver.batch(EXTEND, [40, 0, 0]))
     layers = range(len(driver.runner.model.layers))

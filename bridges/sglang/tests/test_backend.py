@@ -270,7 +270,7 @@ def test_the_problem_has_the_compute_capability_of_the_gpu(
 
 
 def test_limits_hold_the_largest_step_of_sglang(ours: SimpleNamespace) -> None:
-    """A chunk of a prompt beside a decode of every other request, or a verify of all."""
+    """A chunk of a prompt while every other request decodes, or a verify of all."""
     made = runner([Radix()], slots_table([3] * 7, PAGE), pool(0))
     _, model = ours.build._model(made)
 

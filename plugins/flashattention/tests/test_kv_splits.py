@@ -109,7 +109,7 @@ class TestTables:
         ],
     )
     def test_the_kernel_does_the_same(self, count, sizes, device):
-        """On a CPU in Triton's interpreter."""
+        """On a CPU, it runs in Triton's interpreter."""
         longest = 700 if device == "cpu" else 5000
         check_parts([longest, 0, 1, 127, 128, 129, 300], count, *sizes, device, launch_fill_splits)
 

@@ -201,7 +201,8 @@ def test_graphs_of_an_mla_decode_need_no_flash_attn_4_for_the_prefill(no_library
 
 
 def test_flash_attn_2_caps_logits_where_flash_attn_4_cannot(no_library: Path) -> None:
-    """D3: on any GPU that it serves; without it, it is what to install where flash-attn-4 is not for the GPU."""
+    """D3: on any GPU that it supports. If it is missing and flash-attn-4 does not support the GPU, the advice is to
+    install it."""
     model = changed(read(LLAMA_3_8B), logit_cap=50.0)
     (reason,) = refusals(model=model, sm=80)
     assert (reason.code, reason.value) == ("feature", "logit_cap")

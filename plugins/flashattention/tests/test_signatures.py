@@ -322,7 +322,7 @@ class TestChoice:
             assert choose_kernels("auto", 90, [LAYER]).name == "torch"
 
     def test_a_torch_whose_kernel_takes_no_scale_is_refused_when_built(self, monkeypatch):
-        """As in torch 2.10; at the first step it would be a TypeError."""
+        """Same as in torch 2.10, where the first step would raise a TypeError."""
 
         def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None): ...
 

@@ -63,7 +63,7 @@ def test_one_capture_takes_queries_in_parts(mode, new, device):
 
 
 def swapped(one: str, other: str):
-    """As if two of the library's arrays had changed places."""
+    """As if two arrays of the library were swapped."""
 
     def made(call):
         work_list = library_schedule(call)

@@ -28,7 +28,7 @@ SEPARATE = {"q_nope", "q_pe", "ckv_cache", "kpe_cache", "kv_len", "page_table"}
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_paged_plan_is_taken_with_everything_the_call_has(library: FlashInferMLALibrary, causal: bool) -> None:
-    """The lengths go in as they are on the host, so that planning copies nothing back from the device."""
+    """Host lengths are passed directly, so planning copies nothing from the device."""
     call = paged_call(causal=causal)
     make("fa2").paged(decode=not causal).plan(call)
     assert library.paged.last("__init__")["backend"] == "fa2"
@@ -115,7 +115,7 @@ def test_a_query_that_is_joined_is_parted_where_it_lies(library: FlashInferMLALi
 
 @pytest.mark.parametrize("wrong", ["column", "stride", "address"])
 def test_a_part_that_the_kernels_cannot_read_is_copied(library: FlashInferMLALibrary, wrong: str) -> None:
-    """They copy 16 bytes at once, and do not look at the stride of columns."""
+    """Kernels copy 16 bytes at a time and ignore the stride of columns."""
     kernel = planned_decode(make())
     _, out, lse = queries(2)
     numbers = torch.arange(2 * SHAPE.heads * 128, dtype=SHAPE.dtype).view(2, SHAPE.heads, 128)

@@ -138,7 +138,7 @@ def test_planning_of_what_was_not_built_is_refused_in_words(serving, disable_rag
 @every_combination
 @pytest.mark.sample(11)
 def test_planning_by_the_policy_alone_runs_in_every_combination(serving, disable_ragged):
-    """C1: thresholds low enough that each path would be taken where the backend can."""
+    """C1: thresholds are low enough for each path that the backend supports."""
     stage = scene(serving, disable_ragged)
     model = UpProjected(stage)
     if serving.skip_prefill:

@@ -54,7 +54,7 @@ class Schedmeta:
 
 
 class Recorder:
-    """Stands in for FlashMLA: takes a call where the real signature does, and remembers it."""
+    """Stand-in for FlashMLA. Accepts the calls that the real signature accepts, and records them."""
 
     def __init__(self, package: Path) -> None:
         self.source, self.calls = package / "flash_mla_interface.py", dict[str, dict[str, Any]]()

@@ -38,7 +38,7 @@ def test_a_decode_is_what_float64_says(setting) -> None:
 
 @in_every_setting
 def test_a_state_by_columns_is_the_same(setting, monkeypatch) -> None:
-    """As with many heads, here by 8 of 12 columns; the norm is over all of them."""
+    """Columns are divided as with many heads, here 8 of 12; the norm is over all of them."""
     monkeypatch.setattr(triton_delta, "_FEW_HEADS", 0)
     monkeypatch.setattr(triton_delta, "_COLUMNS", 8)
     scene = DeltaScene(setting)
@@ -169,7 +169,7 @@ def test_replays_equal_eager_steps_to_the_bit(setting) -> None:
 
 @in_every_setting
 def test_a_frozen_workspace_has_what_captured_batches_need(setting) -> None:
-    """A2: also where more requests are captured than the limits name."""
+    """A2: also if more requests are captured than the limits allow."""
     scene = DeltaScene(setting)
     scene.backend.init_cuda_graph_state(12, 12)
     captured = Captured(scene, 12)
