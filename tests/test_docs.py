@@ -1,4 +1,4 @@
-"""Examples of the documentation, run as they are written."""
+"""Run the examples of the documentation unchanged."""
 
 from __future__ import annotations
 

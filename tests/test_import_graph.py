@@ -29,7 +29,7 @@ def modules_of(package: Path) -> dict[str, Path]:
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
 def test_there_is_no_import_cycle(package):
-    """Not even inside functions or for type checking. A package that is a table of contents is left out."""
+    """Includes imports inside functions or for type checking. A package that is a table of contents is left out."""
     modules = modules_of(package)
     relative = [name for name, path in modules.items() if any(each.startswith(".") for each in imports_of(path))]
     assert not relative, "imports are absolute"

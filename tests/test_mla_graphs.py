@@ -1,4 +1,4 @@
-"""Captured decodes where one backend prefills MLA and another decodes it."""
+"""Captured decodes with different backends for MLA prefill and decode."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class TestBrokenPlugins:
         assert "bad-import 0.1" in done.stderr.split("error: ")[1] and "Traceback" not in done.stderr
 
     def test_they_disturb_no_other_plugin(self, listed: dict[str, dict[str, Any]]) -> None:
-        """D2: next to every kind of broken plugin, the good ones are listed as they are when alone."""
+        """D2: good plugins are listed as usual, together with every kind of broken plugin."""
         assert {name: row["status"] for name, row in listed.items() if row["status"] != "broken"} == {
             "acme": "usable",
             "chatty": "usable",
@@ -208,7 +208,7 @@ class TestListing:
     def test_a_missing_requirement_is_a_refusal_that_says_what_to_install(
         self, listed: dict[str, dict[str, Any]]
     ) -> None:
-        """D2, D3: a plugin whose library is absent is whole: it is refused here, with the requirement."""
+        """D2, D3: a plugin without its library is not broken: it is refused here, with the requirement."""
         (reason,) = listed["needy"]["reasons"]
         assert reason["code"] == "requirement"
         assert (reason["value"], reason["allowed"]) == (None, ">=7")

@@ -311,7 +311,7 @@ def test_sections_are_found_out_at_the_same_time_and_given_in_order(
 
 
 def test_a_terminal_shows_the_running_probes(capsys: pytest.CaptureFixture[str]) -> None:
-    """They are shown in one line, which the next part of the report replaces."""
+    """The progress line is replaced by the next part of the report."""
     terminal = io.StringIO()
     probes = doctor.Probes(terminal)
     assert probes.run("flashinfer", "answer = {'a': 1}") == {"a": 1}

@@ -178,7 +178,7 @@ def test_what_a_plugin_adds_to_the_environment_stays(install_source: Install, mo
 def test_streams_that_a_plugin_closes_are_open_again(
     install_source: Install, capfd: pytest.CaptureFixture[str], source: str
 ) -> None:
-    """D2: a plugin's stdout is stderr, where all commands report their errors."""
+    """D2: a plugin's stdout is redirected to stderr, to which commands write their errors."""
     files = [os.fstat(descriptor) for descriptor in range(3)]
     assert load_registry([install_source(f"import os, sys\n{source}{GOOD}")], {}).broken == ()
     assert [os.path.samestat(file, os.fstat(descriptor)) for descriptor, file in enumerate(files)] == [True] * 3

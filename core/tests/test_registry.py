@@ -158,7 +158,7 @@ def test_a_plugin_that_takes_long_to_load_is_named(install: Install, monkeypatch
 
 @pytest.fixture
 def three(install: Install) -> list[EntryPoint]:
-    """The built-in, one plugin whose distribution has an odd spelling, and another."""
+    """The built-in plugin, a plugin with an unusual spelling of its distribution, and another one."""
     return [
         EMBEDDED,
         install(bringing(spec("fast")), "fast_entry", "My_Dist.X", "1.0"),

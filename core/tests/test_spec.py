@@ -317,7 +317,7 @@ def test_head_dims_are_of_keys_and_values() -> None:
 
 
 def test_head_dims_are_no_limit_of_mla_layers() -> None:
-    """They have dimensions of their own."""
+    """MLA layers have other dimensions."""
     assert claiming(head_dims={(64, 64)}).refusals(Problem(model(MHA, MLA)), Role.PREFILL) == []
 
 

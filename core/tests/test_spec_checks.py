@@ -121,7 +121,7 @@ def test_a_factory_whose_module_is_there_is_none(package_of_a_test: str, factory
 
 
 def test_a_factory_that_its_imported_module_lacks_is_a_refusal() -> None:
-    """D3: a plugin of one module, whose factory is misspelled."""
+    """D3: a plugin of one module with a misspelled factory."""
     (refusal,) = spec(factory="attnplug.declare.spec:BackendSepc").refusals(Problem())
     assert (refusal.code, refusal.value) == (RefusalCode.FACTORY, "BackendSepc")
 

@@ -151,7 +151,7 @@ def test_decode_on_the_cpu_over_pages_in_place(monkeypatch):
 
 
 def test_decode_on_the_cpu_copies_rows_and_hides_what_comes_after_an_end():
-    """The rest of each last page is NaN. Lengths leave every remainder, beside unequal and equal lengths."""
+    """The rest of each last page is NaN. Lengths have every remainder, equal and unequal."""
     for lengths in ((69, 70, 71, 72, 3, 8, 201), (70, 70), (71,)):
         for page_size, dtype in ((4, DType.FLOAT32), (16, DType.FLOAT32), (64, DType.FLOAT32), (16, DType.BFLOAT16)):
             for window, lse in ((None, False), (7, False), (None, True)):
@@ -253,7 +253,7 @@ def test_long_prefill_is_cut_into_tiles(device, monkeypatch):
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("broken", ["query", "keys"])
 def test_nan_is_not_hidden_by_the_fused_kernel_of_a_cpu(queries, broken):
-    """torch's kernel returns 0 for rows whose scores are all NaN, so that a corrupt weight would go unnoticed."""
+    """torch's kernel returns 0 for rows with only NaN scores, which would hide a corrupt weight."""
     q, k, v = torch.randn(1, queries, 4, 16), torch.randn(1, 5, 2, 16), torch.randn(1, 5, 2, 16)
     (q if broken == "query" else k).fill_(float("nan"))
     extent = Extent.of(queries, [5 - queries], 5, torch.device("cpu"))

@@ -190,7 +190,7 @@ class TestTorchNative:
 
     @on_every_device
     def test_requests_of_very_different_lengths_keep_their_trees(self, device):
-        """They are attended to in groups, longest first."""
+        """They run in groups, longest first."""
         check(mha(4, (3, 9000, 12, 20)), device)
 
     @on_every_device

@@ -323,8 +323,8 @@ def sequences() -> list[list[int]]:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Processes that are started here take an interrupt, also where this one was started to ignore it: in the
-    background of a shell without job control."""
+    """Let child processes receive SIGINT even if this process ignores it, as in the background of a shell without job
+    control."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

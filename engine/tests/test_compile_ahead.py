@@ -70,7 +70,7 @@ def test_a_start_up_without_a_gpu_launches_what_one_with_a_gpu_does(tmp_path):
 @pytest.mark.long
 @needs_triton
 def test_prefills_of_mla_as_mha_are_recorded(tmp_path):
-    """E1: ragged attention beside absorbed attention, and experts."""
+    """E1: ragged and absorbed attention, and experts."""
     found = recorded(tmp_path, "deepseek_v3", attention_backend="triton_mla", num_pages=64)
     assert {"attend_ragged_rows", "order_tiles", "_latent_rows", "_up_projection", "_sort_pairs"} <= found.keys()
 

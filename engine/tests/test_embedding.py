@@ -223,7 +223,7 @@ def test_a_prompt_that_memory_cannot_hold_is_refused(monkeypatch):
 
 
 def test_a_model_whose_tokens_see_later_ones_is_refused(make_oracle):
-    """Such a model, as gte-Qwen2 is by its config, would get wrong vectors from causal attention."""
+    """Causal attention would give wrong vectors for such a model (gte-Qwen2, by its config)."""
     folder = make_oracle("llama").folder
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "is_causal": False}))

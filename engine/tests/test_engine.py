@@ -126,7 +126,7 @@ def test_statistics_count_tokens_by_what_they_were_for(engine):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """tiny:llama as a checkpoint, whose tokenizer has more tokens than the model: 0 to 129, "t0" to "t129"."""
+    """tiny:llama as a checkpoint. Its tokenizer has more tokens than the model: 0 to 129, "t0" to "t129"."""
     folder = tmp_path_factory.mktemp("checkpoint")
     source = RandomCheckpoint.tiny("tiny:llama")
     build_model(source, load_spec("tiny:llama"), dtype=torch.float32, device="cpu")

@@ -173,7 +173,7 @@ def test_half_precision_is_summed_in_single(device):
 @on_every_device
 @pytest.mark.parametrize("chosen_tiles", [ONE_PAIR, BLOCKS], ids=["alone", "blocks"])
 def test_the_shared_expert_and_the_residual_are_in_the_last_sum(chosen_tiles, device):
-    """They and the gates are views in wider tensors, as the model has them."""
+    """These and the gates are views of wider tensors, as in the model."""
     layer = Layer(device=device)
     x, (topk_ids, topk_weights) = layer.made(3, layer.hidden), layer.routing(3, 2)
     shared, onto, gates = layer.made(3, 100)[:, :40], layer.made(3, 80)[:, 40:], layer.made(3, 6)

@@ -310,7 +310,7 @@ class StaleSlots(RefilledDelta):
 
 
 class StalePages(Refilling):
-    """Reads the pages of the capture, in which there were only padded requests."""
+    """Reads the pages of the capture, which had only padded requests."""
 
     def refill(self, plan, geometry):
         super().refill(plan, replace(geometry, page_table=torch.zeros_like(geometry.page_table)))
@@ -366,7 +366,7 @@ class LoudPadding(Refilling):
 
 
 class WritesPadding(Refilling):
-    """Faulty backend whose padded requests write to the first row of the pool, which may be some request's."""
+    """Faulty backend: padded requests write to the first row of the pool, which may belong to a request."""
 
     def refill(self, plan, geometry):
         super().refill(plan, geometry)

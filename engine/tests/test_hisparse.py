@@ -206,7 +206,7 @@ def test_drafts_of_v4_that_are_rejected_leave_no_entry_on_the_device():
 @pytest.mark.parametrize("model", [SPARSE[1], V4])
 @pytest.mark.sample(1)
 def test_kernels_serve_the_engines_batches(model, expected, monkeypatch):
-    """As they are planned: slots of requests that decode are a column of a table."""
+    """Inputs as planned: slots of decoding requests are a column of a table."""
     from attnplug_sparse.hisparse import triton_swap
 
     monkeypatch.setattr(triton_swap, "_MAX_COPIERS", 1)

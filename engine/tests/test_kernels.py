@@ -200,7 +200,7 @@ def test_a_program_loads_a_bounded_part_of_the_matrix_at_once(shape: tuple[int, 
 
 
 class Norm(torch.nn.Module):
-    """Stand-in with the interface of ``RMSNorm``, whose weights are not read."""
+    """Stand-in with the interface of ``RMSNorm``. Its weights are not read."""
 
     def __init__(self, gain: Tensor) -> None:
         super().__init__()
@@ -390,7 +390,8 @@ def logits_of(model: LoadedModel, rows: int, device: str) -> Tensor:
 def test_a_model_by_kernels_is_as_near_to_float64_as_by_torch(
     model_type: str, rows: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few rows, which products take, and more, between whose products are norms and gates. On a CPU interpreted."""
+    """Few rows, with norms and gates fused into GEMMs, and more rows, with separate norms and gates. Interpreted on a
+    CPU."""
     wanted = logits_of(tiny(model_type, torch.float64, "cpu"), rows, "cpu")
     model = tiny(model_type, TYPES[device], device)
     monkeypatch.setattr(kernels, "usable", lambda _: False)

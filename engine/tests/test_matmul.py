@@ -87,7 +87,7 @@ def test_weights_are_packed_if_they_take_a_small_part_of_the_memory(lookahead, p
 
 @pytest.mark.parametrize("error", [AttributeError, RuntimeError])
 def test_without_the_operator_onednn_is_not_used(error, monkeypatch):
-    """It is private to torch: a release may drop it, or call it otherwise."""
+    """The operator is private to torch: a release may remove or rename it."""
 
     def gone(*_: object) -> torch.Tensor:
         raise error("_linear_pointwise")

@@ -1,4 +1,4 @@
-"""Multimodal checkpoints, whose text model is a section of the config: same tokens as transformers for text."""
+"""Multimodal checkpoints with the text model in a section of the config: same tokens as transformers for text."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_same_tokens_as_without_overlap(model: str, settings: dict[str, Any]) ->
 
 
 def test_a_step_is_launched_before_the_one_before_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its token is not known yet, and is taken from the device. The last token is not waited for with another step."""
+    """Its token is not known yet and is read on the device. No further step is launched after the last token."""
     engine = make(prefix_cache=False)
     events: list[str] = []
     launch, finish = engine.runner.launch, engine.scheduler.finish_step

@@ -50,7 +50,7 @@ def flags(mode: str) -> dict[str, object]:
     ],
 )
 def test_the_pooling_is_the_checkpoints(saved, pooling, expected):
-    """As sentence-transformers writes it, before and after its version 5.4; without a mode it takes the mean."""
+    """In the formats of sentence-transformers before and after version 5.4; without a mode the mean is used."""
     folder = saved([TRANSFORMER, POOLING], pooling)
     rules = read_rules(folder)
     assert (rules.pooling, rules.normalize, rules.source) == (expected, False, str(folder / "modules.json"))

@@ -200,7 +200,7 @@ def ended_ranks(*codes: int, fragment: bytes = b"error: no such prompt\n") -> li
 
 @pytest.mark.parametrize("fragment", [b"error: no such prompt\n", b""])
 def test_an_abort_of_a_rank_following_an_error_is_not_reported(fragment):
-    """Timing decides which of them torch still listens to when the first is gone."""
+    """Timing decides which ranks torch still listens to after the first has exited."""
     assert _wait(ended_ranks(2, -signal.SIGABRT, fragment=fragment)) == 2
 
 

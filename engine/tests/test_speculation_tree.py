@@ -98,7 +98,7 @@ def test_the_rows_of_a_verify(kernel_device: str, tree: bool) -> None:
 
 
 def walk(tokens: Sequence[int], parents: Sequence[int], chosen: Sequence[int]) -> list[int]:
-    """The longest path whose every token was chosen at its parent; of equals, the one to the first node."""
+    """The longest path on which each token was chosen at its parent; among equals, the one to the first node."""
 
     def followed(line: list[int]) -> bool:
         return all(tokens[node - 1] >= 0 and tokens[node - 1] == chosen[above] for above, node in pairwise(line))

@@ -1,4 +1,4 @@
-"""Products whose columns are divided over programs: interpreted on a CPU, compiled on a GPU. References are float64."""
+"""Split-K GEMMs, interpreted on a CPU and compiled on a GPU, compared with float64."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ TEXT = "héllo €uro, 日本語 🙂🙃 done.  Two  spaces\n\nand a line"
 
 
 def byte_level() -> Tokenizer:
-    """As GPT-2's, Llama 3's and Qwen's: bytes as characters; one of several bytes is several tokens."""
+    """A tokenizer like those of GPT-2, Llama 3 and Qwen: bytes as characters; a character of several bytes is several
+    tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -31,7 +32,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """As Llama 2's: spaces are marks, the first is dropped, and unknown characters are tokens of bytes."""
+    """A tokenizer like Llama 2's: spaces are marks, the first is dropped, and unknown characters are byte tokens."""
     marked = {character.replace(" ", "▁") for character in TEXT if character.isascii()}
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *sorted(marked), "▁▁", "ll"]
     vocabulary = {piece: number for number, piece in enumerate(pieces)}

@@ -319,7 +319,7 @@ def test_a_padded_batch_gives_what_it_gives_without_padding(model, halves):
 
 
 def test_both_halves_are_planned_before_the_first_layer_and_layers_alternate():
-    """B2: a cut request's second half finds what its first half wrote in every layer."""
+    """B2: in every layer, the second half of a divided request reads the rows that its first half wrote."""
     driver = Driver("tiny:llama", page_size=4, two_batch_overlap=True)
     events: list[str] = []
     plan = driver.runner.backend.init_forward_metadata

@@ -198,7 +198,7 @@ def test_preempted_requests_give_the_same_tokens(oracle):
 
 @pytest.mark.long
 def test_halves_of_a_step_give_the_same_tokens(oracle):
-    """B4: a request is cut anywhere in a window."""
+    """B4: a request is divided anywhere in a window."""
     prompts = drawn(51, 7, 30)
     engine = Engine(str(oracle.folder), device="cpu", page_size=16, two_batch_overlap=True, chunked_prefill_size=37)
     check(oracle, prompts, generated(engine, prompts, 8))

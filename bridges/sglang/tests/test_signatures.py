@@ -259,7 +259,7 @@ DSA = "sglang.srt.layers.attention.dsa"
 
 
 def test_the_indexer_finds_what_it_reads_of_a_batch(sglang: Path) -> None:
-    """A10: members of SGLang's base class, those that its indexer reads beside them, and the call for selected rows."""
+    """A10: members of SGLang's base class, further members that its indexer reads, and the call for selected rows."""
     homes = [module(sglang, f"{DSA}.{name}") for name in ("dsa_indexer_metadata", "dsa_indexer")]
     (base,) = (
         node

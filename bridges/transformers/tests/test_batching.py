@@ -45,7 +45,7 @@ def batched(name: str, implementation: str) -> list[Any]:
 @pytest.mark.parametrize("name", ["llama", "gemma2_uncapped"])
 @pytest.mark.sample(1)
 def test_requests_of_different_lengths_get_the_tokens_of_paged_eager(name, monkeypatch):
-    """Shared prefixes, more requests than a step holds, layers with a window; NaN in all that was not written yet."""
+    """Shared prefixes, more requests than fit into a step, layers with a window; NaN in unwritten memory."""
     expected = batched(name, "paged|eager")
     make, search, found = PagedAttentionCache.__init__, PagedAttentionCache.search_prefix_match, []
 

@@ -312,7 +312,7 @@ def test_mla_layers_that_the_contract_lacks_are_refused_by_name(ours, given, fea
 
 
 def test_lengths_on_the_host_are_those_of_the_requests_that_decode(ours):
-    """They come first, and requests that prefill follow."""
+    """Decoding requests come first, then those that prefill."""
     builder = mla_builder(ours, MLARecorder())
     given = metadata([(5, 1), (40, 1), (0, 7)])
     builder._lengths = given.seq_lens_cpu_upper_bound

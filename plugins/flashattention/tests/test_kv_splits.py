@@ -181,7 +181,7 @@ def test_divided_requests_give_the_same(page_size, most, kernel, device):
 
 @on_devices("fa4")
 def test_a_layer_with_a_window_is_not_divided(kernel, device):
-    """It sees few keys, and a window would begin anew in every part."""
+    """It sees few keys, and the window would start again in every split."""
     stage = scene(mha(LONG, ForwardMode.DECODE, 64, 8, 1, window=150), kernel, device)
     split = stage.backend.init_forward_metadata(stage.batch()).metadata.cached.split
     assert split is not None  # the batch is: other layers may have no window

@@ -38,7 +38,7 @@ def changed(model: ModelSpec, **changes: Any) -> ModelSpec:
 
 @pytest.fixture
 def no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Neither is installed, beside a torch that has the kernel; a folder on the path to install one in."""
+    """Neither library is installed, and torch has the kernel. Returns a folder on the path in which to install one."""
 
     def version(name: str) -> str | None:
         if name == "torch":

@@ -238,7 +238,7 @@ class TestFlashAttention4:
 
     @pytest.mark.parametrize("window", [None, 100])
     def test_no_page_is_ever_a_whole_key_tile(self, window):
-        """Such a page would be loaded by TMA, together with arbitrary data behind a request's last row."""
+        """TMA would load such a page together with arbitrary data behind a request's last row."""
         tile, adapter = self.tile(), FA4Kernels(fa4_varlen_func)
         for dim in range(16, 257, 16):
             for v_dim in {dim, min(dim, 128)}:

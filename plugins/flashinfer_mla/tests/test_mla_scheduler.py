@@ -55,7 +55,7 @@ def test_the_scheduler_has_the_constants_that_we_fill_its_list_by(library: Flash
 
 
 def test_the_private_members_that_are_read_are_there(library: FlashInferMLALibrary) -> None:
-    """They are set by the class, or handed up from its backends by name."""
+    """They are set by the class, or read from its backends by name."""
     source = inspect.getsource(importlib.import_module(library.paged.real.__module__))
     for name in ("_int_workspace_buffer", "_plan_info"):
         assert re.search(rf'self\.{name} = |"{name}"', source), name

@@ -74,7 +74,7 @@ def test_planning_constructor_makes_every_wrapper_that_its_role_needs(serving, d
 
 
 def test_planning_of_every_kind_of_batch_has_a_wrapper_of_its_own():
-    """A1: a verify is planned on the verify wrapper, beside an extend and a decode whose plans are still in use."""
+    """A1: a verify is planned on the verify wrapper while plans of an extend and a decode are still in use."""
     stage = scene(Serving(), False, ((30, 1), (9, 1)), ForwardMode.DECODE)
     made, plans = list(stage.wrappers[0]), []
     for mode in (ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY, ForwardMode.DECODE):

@@ -1,4 +1,4 @@
-"""Both ways through the recurrence against float64, token by token, for any cut of a request into steps."""
+"""Both implementations of the recurrence against float64, token by token, for any division of a request into steps."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def run(way: Callable, inputs: LinearInputs, state: Tensor, device: str = "cpu")
 
 
 def assert_exact(found: tuple[Tensor, Tensor], case: Sequence) -> None:
-    """Relative to 1 where sums of numbers of that size happen to cancel."""
+    """Errors are relative to 1 if sums of numbers of that size cancel."""
     for mine, wanted in zip(
         found, linear_float64.recurrence(case.inputs, case.state.double().numpy(), SCALE), strict=True
     ):

@@ -66,7 +66,7 @@ def test_a_tree_may_be_written_after_its_plan(device):
 
 @pytest.mark.parametrize("cut", [LOW, SINGLE], ids=["low", "single"])
 def test_a_chain_is_a_causal_batch(cut):
-    """Bit for bit: the same kernel, and steps are where they were."""
+    """Bit for bit: kernel and steps are the same."""
     tree, causal = (scene(trees(6, trees=some), "cpu", lambda *_: cut) for some in ((chain(6),) * 3, None))
     for mine, theirs in zip(tree.results(), causal.results(), strict=True):
         assert torch.equal(mine, theirs)

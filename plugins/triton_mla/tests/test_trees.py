@@ -75,7 +75,7 @@ def test_a_tree_may_be_written_after_its_plan(device):
 
 
 def test_a_chain_is_a_causal_batch():
-    """Bit for bit: the same kernel, and steps are where they were."""
+    """Bit for bit: kernel and steps are the same."""
     tree, causal = scene(trees(6, trees=(chain(6),) * 3), "cpu"), scene(trees(6, trees=None), "cpu")
     for mine, theirs in zip(tree.results(), causal.results(), strict=True):
         assert torch.equal(mine, theirs)

@@ -51,7 +51,7 @@ class TestDecode:
         check_verify(build_on(device), device, kv_dtype, new)
 
     def test_more_requests_with_a_log_sum_exp_than_scratch_has_room_for_are_several_calls(self):
-        """The launcher takes 2 KiB a head and request for it, and raises where there is too little."""
+        """The launcher needs 2 KiB per head and request for it, and raises if there is less."""
         flashinfer = ReferenceFlashInfer()
         case = mla(lengths(40, 100, 1, seed=3), DECODE, heads=128)
         check_absorbed(case, "cpu", partial(reference_trtllm, flashinfer=flashinfer))

@@ -66,7 +66,7 @@ def test_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
 
 
 def test_tokens_equal_sglangs_own_backend_and_split_with_it(tmp_path: Path) -> None:
-    """Pages of one token; ours for both roles, and for prefill or decode alone beside SGLang's."""
+    """Pages of one token. Our backend serves both roles, or one role with SGLang's for the other."""
     folder = tiny_checkpoints.save("llama", tmp_path)
     theirs, ours, prefill, decode = serve(
         folder,
