@@ -244,7 +244,7 @@ class TestPlanForForward:
     def test_no_plan_says_what_to_do(self):
         """B5"""
         self.batch.plan = None
-        with pytest.raises(PlanError, match="a batch that has no plan; plan the batch first"):
+        with pytest.raises(PlanError, match="a batch without a plan; plan the batch first"):
             self.batch.plan_for(self.me, 3, decode=True)
 
     @pytest.mark.parametrize(("mode", "decode"), [(ForwardMode.DECODE, False), (ForwardMode.EXTEND, True)])

@@ -31,7 +31,7 @@ _MOST = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class MeasuredShape:
-    """Layer shape of a measurement on one rank: everything but the batch that determines a time.
+    """Layer shape of a measurement on one rank, ``[heads, head_dim]`` and more. With the batch it determines the time.
 
     ``head_dim`` is the width of a cached key row; for MLA, of the latent row that all heads share. ``value_dim`` is the
     width of a value row; for MLA, ``kv_lora_rank``. ``window`` and ``topk`` are 0 if a layer attends to all rows.
