@@ -168,7 +168,7 @@ def _rows(title: str, rows: Iterable[Any]) -> Iterable[Measurement]:
         elif type(row[3]) is not bool or (row[3] and row[0] == 1):
             problem = "ragged is true or false, and false of one request"
         elif not row[5] <= row[4] <= row[6]:
-            problem = "the median lies between low and high"
+            problem = "the median must be between low and high"
         elif tuple(row[:4]) in shapes:
             problem = "its (requests, length, tokens, ragged) come twice; keep one"
         else:
