@@ -40,7 +40,7 @@ def attempt(measure: Callable[[], Any]) -> Any:
     """Return the measurement, or its error."""
     try:
         return measure()
-    except Exception as error:  # a failing kernel may raise anything; go on with the other cases
+    except Exception as error:  # a failing kernel may raise anything; continue with the other cases
         trace = traceback.format_exc(limit=-4)
         print(trace, file=sys.stderr, flush=True)
         return {"error": f"{type(error).__name__}: {error}"[:400], "traceback": trace[-4000:]}

@@ -1,4 +1,4 @@
-"""Compiles the kernels of ``benchmarks/decode_chain_kernels.py`` for SM 90, which need not be there: prints facts as
+"""Compile the kernels of ``benchmarks/decode_chain_kernels.py`` for SM 90, also without such a GPU, and print facts as
 JSON."""
 
 import json

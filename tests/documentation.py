@@ -1,4 +1,4 @@
-"""Pages of the documentation, and what is found in them."""
+"""Pages of the documentation and their contents."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def row(side: str, us: float, point: Point, planned_by: str = "") -> BenchRow:
 
 
 def test_a_share_is_that_of_the_backend_that_auto_chose() -> None:
-    """By its own time, which is measured in the process of all of its points, not by that of auto."""
+    """The share uses the backend's own time, measured in one process with its other points, not auto's time."""
     first, second = parse_points("1x0+100,1x0+2k&32x4k")
     rows = [row("a", 10, first), row("b", 20, first), row("auto", 11, first, "a")]
     rows += [row("a", 40, second), row("b", 30, second), row("auto", 29, second, "a")]

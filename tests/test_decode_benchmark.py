@@ -24,7 +24,7 @@ from decode_trace import Work, analyse, gaps_between, group_of, own_times
 
 
 class Counting(RandomCheckpoint):
-    """Counts the numbers of all tensors that are asked for; norms and other vectors left out."""
+    """Counts the elements of all requested tensors, except norms and other vectors."""
 
     def count(self) -> int:
         return sum(prod(shape) for shape in self._shapes.values() if len(shape) > 1)

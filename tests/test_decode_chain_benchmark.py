@@ -58,7 +58,7 @@ def test_a_product_that_fetches_is_float64s() -> None:
 
 @pytest.mark.parametrize(("first", "nbytes"), [(3, 2), (3, 9), (0, 6), (3, 100)])
 def test_the_next_weights_are_fetched_once(first: int, nbytes: int) -> None:
-    """Those of the first matrix, then equally many of the gate and of ``up``, and nothing behind them."""
+    """Weights of the first matrix, then equally many of the gate and of ``up``, and nothing behind them."""
     words = PIECE // 4
     before, then = (torch.randint(1, 1000, (pieces, words), dtype=torch.int32) for pieces in (3, 12))
     sums = torch.zeros(5, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Examples of the documentation, run as they are written."""
+"""Run the examples of the documentation unchanged."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def attended(q: Tensor, rows: Tensor, scale: float) -> Tensor:
 
 
 def test_the_hosts_page_attends_as_float64_does(hosted: dict[str, Any]) -> None:
-    """By a page table and lengths of its own, into memory of its own; padding gives zeros."""
+    """The example has its own page table, lengths and output memory; padding gives zeros."""
     cache, q, out, scale = hosted["cache"], hosted["q"], hosted["out"], hosted["layer"].scale
     first = torch.cat([cache[:, 4], cache[:, 7, :4]], 1)
     wanted = torch.cat([attended(q[:3], first, scale), attended(q[3:12], cache[:, 9, :9], scale)])

@@ -1,4 +1,4 @@
-"""Engines that replay real CUDA graphs: the tokens are transformers', however requests come and go between steps."""
+"""Engines that replay real CUDA graphs give transformers' tokens while requests start and end between steps."""
 
 from __future__ import annotations
 

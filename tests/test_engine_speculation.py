@@ -108,7 +108,7 @@ def named(value: object) -> str:
 
 @pytest.fixture(scope="module")
 def oracles(tmp_path_factory):
-    """By model: what judges, and the checkpoint's folder; DeepSeek's has layers for multi-token prediction."""
+    """Oracle and checkpoint folder by model. DeepSeek's checkpoint has multi-token-prediction layers."""
     made: dict[str, tuple[RoundedOracle, str]] = {}
 
     def oracle(name: str) -> tuple[RoundedOracle, str]:
@@ -158,7 +158,7 @@ def _eagle(folder: Path) -> str:
 
 
 def _eagle3(folder: Path) -> str:
-    """A draft that sees states of three of the target's layers, with a vocabulary of its own."""
+    """A draft that reads hidden states of three target layers, with its own vocabulary."""
     drafted = 300
     config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 1, "draft_vocab_size": drafted}
     hidden = config["hidden_size"]
@@ -246,7 +246,7 @@ def test_tokens_are_right(oracles, model, settings, graphs, overlap):
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize(("model", "settings", "served"), OTHERS, ids=named)
 def test_tokens_are_right_on_every_backend(oracles, model, settings, served, graphs):
-    """Rounds are captured where the backend captures verifies, and run eagerly where it does not."""
+    """Rounds are captured if the backend captures verifies, and run eagerly otherwise."""
     need_libraries(served)
     oracle, folder = oracles(model)
     texts = prompts(7, MODELS[model]["vocab_size"])
@@ -307,7 +307,7 @@ def test_a_replayed_round_neither_waits_nor_allocates(oracles, model, settings):
 @pytest.mark.parametrize("late", [None, "side", "main"])
 @pytest.mark.parametrize(("model", "settings"), [CASES[0], CASES[1], CASES[2], CASES[4], CASES[7], CASES[8]], ids=named)
 def test_a_plan_stream_changes_no_token(oracles, model, settings, late, monkeypatch):
-    """Whichever stream is late, the other waits where it must, and no memory is used again before both are done."""
+    """The streams wait for each other if necessary, and no memory is reused before both are done."""
     _, folder = oracles(model)
     texts, each = prompts(5), [SamplingParams(24, temperature=0.8 * (number % 2), seed=3) for number in range(5)]
     eager = {"disable_cuda_graph": True, "overlap": True, "page_size": 64, "prefix_cache": False}

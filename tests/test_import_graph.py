@@ -29,7 +29,7 @@ def modules_of(package: Path) -> dict[str, Path]:
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
 def test_there_is_no_import_cycle(package):
-    """Not even inside functions or for type checking. A package that is a table of contents is left out."""
+    """Includes imports inside functions or for type checking. A package that is a table of contents is left out."""
     modules = modules_of(package)
     relative = [name for name, path in modules.items() if any(each.startswith(".") for each in imports_of(path))]
     assert not relative, "imports are absolute"
@@ -45,7 +45,7 @@ def test_there_is_no_import_cycle(package):
     "package", [path for path in PACKAGES if path.name not in TOGETHER], ids=lambda path: path.name
 )
 def test_plugins_and_bridges_import_only_public_modules(package):
-    """They stand for third parties. ``attnplug.host`` is for bridges only."""
+    """They represent third parties. ``attnplug.host`` is for bridges only."""
     allowed = AUTHOR if "plugins" in package.relative_to(ROOT).parts else PUBLIC
     for path in package.rglob("*.py"):
         other = {name for name in imports_of(path) if name.split(".")[0] == "attnplug"} - allowed

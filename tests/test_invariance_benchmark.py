@@ -14,7 +14,7 @@ import invariance_h200
 
 
 def test_claimed_levels_give_one_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """E3: by the backend that runs without a GPU; companions stand in front of the request and behind it."""
+    """E3: with the backend that runs without a GPU; other requests are in front of the request and behind it."""
     monkeypatch.setattr(invariance_h200, "COMPANIONS", (0, 2))
     out = tmp_path / "found.json"
     invariance_h200.main(["--smoke", "--out", str(out)])

@@ -49,7 +49,7 @@ def decode(parts):
 
 @pytest.fixture
 def acme(monkeypatch):
-    """Codec of a format that a plugin declares, whose functions a test may replace."""
+    """Codec of a format that a plugin declares. Tests may replace its functions."""
     point, codec = entry_point("acme", "acme_plugin", "acme", "1.0"), ModuleType("acme_int8")
     monkeypatch.setitem(sys.modules, "acme_plugin", also(module(), attnplug_kv_formats=[ACME, LATENT]))
     codec.encode, codec.decode = encode, decode
@@ -77,7 +77,7 @@ def test_the_engine_serves_a_format_and_a_prefix_hit_gives_the_same(acme, model,
 
 
 def test_a_fine_format_gives_the_first_token_of_float32(acme):
-    """It rounds, and a cache that is not read right gives others."""
+    """The format rounds; a cache that is read incorrectly would give other tokens."""
     names = ("float32", "acme_int8")
     found = [Engine("tiny:llama", **OPTIONS, kv_dtype=name).generate([PROMPT], SAMPLING)[0] for name in names]
     assert found[0].token_ids[0] == found[1].token_ids[0]

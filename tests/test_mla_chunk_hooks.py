@@ -1,4 +1,4 @@
-"""Chunk planning of every MLA plugin in every serving setup: it plans what it must, and refuses the rest by name
+"""Chunk planning of every MLA plugin in every serving setup: required plans are made, all others are refused by name
 (A4)."""
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def answer(hook, batch: ForwardBatch, flag: bool) -> int | None:
 
 
 def test_every_plugin_that_serves_mla_is_here():
-    """A new one goes through this matrix too, or this fails."""
+    """Fails if a new one is missing in this matrix."""
     assert serving_mla() == set(PLUGINS)
 
 

@@ -1,4 +1,4 @@
-"""Captured decodes where one backend prefills MLA and another decodes it."""
+"""Captured decodes with different backends for MLA prefill and decode."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_decode_is_captured_beside_flashattentions_prefill(name):
     "name", [name for name, plugin in PLUGINS.items() if plugin.decodes and name != "torch_native"]
 )
 def test_graphs_of_one_shape_write_to_their_own_slots(name):
-    """B5: every graph has memory of its own, so the second capture does not write to slots of the first."""
+    """B5: every graph has its own memory, so the second capture does not write to slots of the first."""
     plugin = PLUGINS[name]
     case = plugin.case(mla(((70, 1), (9, 1)), ForwardMode.DECODE, page_size=64, heads=16))
     stage = KernelScene(case, "cpu", plugin.build)

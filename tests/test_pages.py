@@ -192,7 +192,7 @@ CURRENT = [page for page in DOCUMENTS if page.name != "CHANGELOG.md"]
 
 
 def spans(page: Path) -> list[str]:
-    """Texts between backticks on a page, apart from blocks."""
+    """Texts between backticks on a page, without code blocks."""
     return CODE_SPAN.findall(FENCED.sub("", page.read_text()))
 
 

@@ -60,7 +60,7 @@ def test_it_is_found_by_its_entry_point(folder: str) -> None:
 
 
 def test_the_tables_that_a_package_ships_are_of_its_own_backends() -> None:
-    """They are found by the device's name, and each can be read."""
+    """Tables are found by the device's name, and each can be read."""
     registry = load_registry(environment={})
     for folder in registry.table_folders:
         files = {path: read_tables(path) for path in folder.value.iterdir()}

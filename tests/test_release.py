@@ -183,7 +183,7 @@ def test_nothing_is_changed_where_a_release_cannot_be_made(workspace: Path, caps
 
 
 def test_packages_are_built_twice_with_equal_hashes(workspace: Path) -> None:
-    """And a second run, on another day, gives the same ones."""
+    """A second run on another day gives the same hashes."""
     dated, epoch = release.changelog(workspace, Version("0.9.0"), "2026-11-18")
     assert "## 0.9.0 (2026-11-18)\n" in dated and epoch == 1794960000
     first = release.build(workspace, workspace / "dist", epoch)

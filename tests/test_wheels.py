@@ -77,7 +77,7 @@ class TestGoodBackend:
         assert message in error and "accumulate: one of float32, float64 = 'float32'" in error
 
     def test_explain_gives_the_choice_and_every_candidate(self, crowd: Environment) -> None:
-        """D1, D3: the installed plugin is chosen where it is asked for; each candidate carries every reason."""
+        """D1, D3: the installed plugin is chosen if it is requested; each candidate has every reason."""
         arguments = ("--attention-backend", "acme", "--model", "tiny:llama", "--device", "cpu", "--dtype", "float32")
         done = crowd.attnplug("explain", *arguments, "--json")
         assert done.returncode == 0, done.stderr
@@ -98,7 +98,7 @@ class TestGoodBackend:
             assert f"({plugin.distribution} {plugin.version})" in done.stderr  # a warning each
 
     def test_it_is_refused_where_it_cannot_serve(self, crowd: Environment) -> None:
-        """D3: exit code 1 and a coded reason when the backend asked for cannot serve the model."""
+        """D3: exit code 1 and a coded reason if the requested backend cannot serve the model."""
         arguments = ("--attention-backend", "acme", "--model", "tiny:deepseek_v3", "--device", "cpu", "--json")
         done = crowd.attnplug("explain", *arguments)
         assert done.returncode == 1
@@ -136,7 +136,7 @@ class TestBrokenPlugins:
         assert "bad-import 0.1" in done.stderr.split("error: ")[1] and "Traceback" not in done.stderr
 
     def test_they_disturb_no_other_plugin(self, listed: dict[str, dict[str, Any]]) -> None:
-        """D2: next to every kind of broken plugin, the good ones are listed as they are when alone."""
+        """D2: good plugins are listed as usual, together with every kind of broken plugin."""
         assert {name: row["status"] for name, row in listed.items() if row["status"] != "broken"} == {
             "acme": "usable",
             "chatty": "usable",
@@ -208,7 +208,7 @@ class TestListing:
     def test_a_missing_requirement_is_a_refusal_that_says_what_to_install(
         self, listed: dict[str, dict[str, Any]]
     ) -> None:
-        """D2, D3: a plugin whose library is absent is whole: it is refused here, with the requirement."""
+        """D2, D3: a plugin without its library is not broken: it is refused here, with the requirement."""
         (reason,) = listed["needy"]["reasons"]
         assert reason["code"] == "requirement"
         assert (reason["value"], reason["allowed"]) == (None, ">=7")

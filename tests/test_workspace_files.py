@@ -93,7 +93,7 @@ def test_every_package_says_where_it_comes_from():
 
 
 def test_links_of_a_packages_readme_hold_outside_of_the_repository():
-    """It is the page of the package on an index, where a relative link leads nowhere."""
+    """It is the page of the package on an index, where relative links do not work."""
     home = PACKAGES["core"]["urls"]["Homepage"]
     for name in PACKAGES:
         for link in re.findall(r"\]\((.+?)\)", (ROOT / name / "README.md").read_text()):

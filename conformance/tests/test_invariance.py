@@ -26,7 +26,7 @@ def broken(mutant: Mutant) -> Subject:
 
 
 def short(name: str, source: str) -> Subject:
-    """A backend whose requests are short, so that a check compares many within its budget."""
+    """A backend for short requests, so that a check compares many within its budget."""
     return replace(subject(name, source), longest=300, budget=20.0)
 
 

@@ -1,4 +1,4 @@
-"""The code that docs/conformance.md shows works as it stands there."""
+"""The code in docs/conformance.md works."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_an_entry_is_the_turned_norm_of_what_a_window_and_the_one_before_bring()
 
 @pytest.mark.parametrize("format", [*coded_formats("mha"), *coded_formats("mla")], ids=str)
 def test_rows_are_read_back_as_a_pool_reads_them(format):
-    """E2: for every installed format, with parts of its own and the scale of a layer."""
+    """E2: every installed format, with several parts and a layer scale."""
     layer = LayerSpec(0, AttentionKind.MLA, 1, 1, 192, 128, 1.0, mla=MLADims(256, 128, 64))
     if "mla" not in format.holds:
         layer = replace(layer, kind=AttentionKind.MHA, head_dim=256, v_head_dim=256, mla=None)
@@ -109,7 +109,7 @@ def test_rows_are_read_back_as_a_pool_reads_them(format):
 @pytest.mark.parametrize("name", ["large_inputs", "float16.large_inputs", "bfloat16.large_inputs"])
 @pytest.mark.parametrize("kind", ["mha", "mla"])
 def test_large_inputs_are_right_with_a_mask_that_no_model_comes_near(kind, name):
-    """FlashInfer masks with -50,000, before logits are scaled; the checks ask for no row that this changes."""
+    """FlashInfer masks with -50,000 before logits are scaled; no row of the checks is changed by this."""
     subject = subject_of("torch_native", "cpu")
     check = next(one for one in all_checks() if one.name == f"{kind}.{name}")
     case = check.case(64, 300)

@@ -285,7 +285,7 @@ def test_every_check_has_a_requirement_and_a_claim():
 
 @pytest.mark.parametrize("name", ["mha.pages.wide", "mha.strided.wide", "mha.strides.wide", "gdn.slots.wide"])
 def test_a_check_is_refused_where_address_space_is_short(name, monkeypatch):
-    """As with ``ulimit -v``: that is no fault of the backend."""
+    """Out of memory, as with ``ulimit -v``, is not a fault of the backend."""
 
     def too_large(*_):
         raise OSError(ENOMEM, "Cannot allocate memory")

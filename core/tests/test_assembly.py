@@ -1,4 +1,4 @@
-"""Building what was chosen: what happens where a backend that was chosen cannot be built."""
+"""Building of selected backends, and failures of it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_what_can_be_built_is_built_without_a_word() -> None:
 
 def test_auto_takes_the_next_with_a_warning_that_names_the_culprit() -> None:
     """D2: a plugin that cannot be built costs its own backend only, and never silently."""
-    with pytest.warns(PluginWarning, match=r"best \(best-dist 1\.2\): no kernel image; auto goes on without it"):
+    with pytest.warns(PluginWarning, match=r"best \(best-dist 1\.2\): no kernel image; auto continues without it"):
         selection, built = build_chosen(INSTALLED, BackendRequest(), PROBLEM, failing("best"))
     assert built == "good"
     assert selection.choices[Role.PREFILL].why() == "auto: the only usable one; 1 refused"
@@ -140,7 +140,7 @@ def test_where_none_can_be_built_the_error_holds_every_reason() -> None:
     ids=["asked for", "asked for in one role", "given options", "strict mode"],
 )
 def test_it_is_never_replaced(registry: Registry, request_: BackendRequest) -> None:
-    """D3: a backend that the user asked for is not replaced by another one if it fails to build."""
+    """D3: a backend that the user requested is not replaced by another one if it fails to build."""
     with raises_naming(BuildError, "best-dist 1.2", "no kernel image") as caught:
         build_chosen(registry, request_, PROBLEM, failing("best"))
     assert caught.value.backend is BEST
@@ -262,7 +262,7 @@ def test_no_ranking_dispatches_by_batch_if_levels_are_requested() -> None:
 
 
 class Turns:
-    """Ranking in which all usable backends share a role by turns, or only those that ``only`` lists for it."""
+    """Ranking that lets all usable backends, or those in ``only``, share a role in turn."""
 
     def __init__(self, only: dict[Role, tuple[str, ...]] | None = None) -> None:
         self.only = only or {}

@@ -103,8 +103,8 @@ class TestForwardPath:
         assert spy.planned == 1 and batch.plan is not None
 
     def test_forward_path_does_not_mark_its_own_plan(self):
-        """B1: a mark stands for planning outside of the forward path. A batch that the forward path planned stays
-        unmarked and is planned again."""
+        """B1: a mark means that the batch was planned outside of the forward path. A batch that the forward path
+        planned stays unmarked and is planned again."""
         spy, batch = PlanningSpy(), make()
         plan_forward(spy, batch)
         assert batch.needs_forward_metadata_init()
@@ -244,7 +244,7 @@ class TestPlanForForward:
     def test_no_plan_says_what_to_do(self):
         """B5"""
         self.batch.plan = None
-        with pytest.raises(PlanError, match="a batch that has no plan; plan the batch first"):
+        with pytest.raises(PlanError, match="a batch without a plan; plan the batch first"):
             self.batch.plan_for(self.me, 3, decode=True)
 
     @pytest.mark.parametrize(("mode", "decode"), [(ForwardMode.DECODE, False), (ForwardMode.EXTEND, True)])

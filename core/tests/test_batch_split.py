@@ -51,7 +51,7 @@ class TestSplit:
         assert [half.geometry.lane for half in extend_batch().split(1, lanes=(0, 1))] == [0, 1]
 
     def test_without_exact_lengths_only_a_uniform_batch_can_be_split(self):
-        """Without them the host does not know at which row a ragged batch is divided."""
+        """Without exact lengths, the host does not know the row at which a ragged batch is divided."""
         uniform = make(3)
         uniform.geometry = dataclasses.replace(uniform.geometry, host=None)
         assert [half.num_tokens for half in uniform.split(1)] == [1, 2]

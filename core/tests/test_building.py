@@ -204,14 +204,14 @@ class TestClaims:
         ],
     )
     def test_invalid_claims_are_refused_by_name_and_value(self, registered, wrong, named):
-        """A9: and with the name of the backend, where one makes them as it is built."""
+        """A9: the error names the backend if it makes its claims in the constructor."""
         with raises_naming(PluginError, *named):
             Claims(**wrong)
         with raises_naming(BackendError, "fast", *named):
             build_backend(registered(lambda context: backend(Claims(**wrong))(context)), context())
 
     def test_a_list_is_read_as_a_set(self):
-        """As in Capabilities, so that wrappers can combine claims."""
+        """Values are normalized like those of Capabilities, so that wrappers can combine claims."""
         assert Claims(mla_extend=["chunked", ExtendPath.ABSORBED]).mla_extend == {
             ExtendPath.CHUNKED,
             ExtendPath.ABSORBED,
@@ -283,7 +283,7 @@ class TestClaims:
         ids=["graphs", "lengths", "trees", "extras", "paths"],
     )
     def test_claims_that_fall_short_of_the_problem_are_an_error_with_both(self, registered, claims, asked, named):
-        """A9, D3: a built backend may claim less than its spec, unless the problem needs what is missing."""
+        """A9, D3: a built backend may claim less than its spec, unless the problem needs the missing claim."""
         capabilities = replace(EVERY_PATH, needs_cpu_seq_lens=False, extras={"lse", "sinks"})
         built = registered(backend(Claims(**claims)), capabilities=capabilities)
         build_backend(built, context(), Problem())
@@ -307,7 +307,7 @@ class TestClaims:
 
 
 def test_a_cache_of_another_layout_than_the_spec_declares_is_refused(registered):
-    """D3: the layout is checked when the backend is built, since a host may not have given it at selection."""
+    """D3: the layout is checked when the backend is built, because a host may omit it at selection."""
     shape = (3, 2, 64, MLA.mla.row_dim)
     pool = MLAPool.over([MLA], {0: torch.zeros(shape)[:, 0]}, "pages tokens dim", page_size=64, dtype=DType.FLOAT32)
     own = context(pools=KVPools(mla=pool))
@@ -359,7 +359,7 @@ class TestContext:
         assert {name: found.coordinator for name, found in seen.items()} == dict.fromkeys(ROLES.values(), coordinator)
 
     def test_each_backend_gets_only_its_own_roles(self, registered):
-        """D3: a backend that decodes need not make what prefill takes."""
+        """D3: a backend that only decodes does not have to support the prefill path."""
         _, seen = self.build(registered, BackendRequest(roles=ROLES), GDN, FULL)
         assert {name: set(found.roles) for name, found in seen.items()} == {n: {r} for r, n in ROLES.items()}
 

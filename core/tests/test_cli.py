@@ -85,7 +85,7 @@ def test_python_m_attnplug_is_the_command() -> None:
 
 @pytest.mark.parametrize("arguments", [["backends", "--json"], ["explain", "--model", "tiny:llama"]])
 def test_a_reader_that_goes_away_gets_no_traceback(arguments: list[str]) -> None:
-    """As in 'attnplug backends | head -1'."""
+    """Same as 'attnplug backends | head -1'."""
     reading, writing = os.pipe()
     os.close(reading)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -107,7 +107,7 @@ def test_a_reader_that_goes_away_gets_no_traceback(arguments: list[str]) -> None
 def test_a_closed_standard_output_is_an_error(
     attnplug: Attnplug, monkeypatch: pytest.MonkeyPatch, options: list[str]
 ) -> None:
-    """As by ``>&-``: results would be lost with exit code 0."""
+    """Same as ``>&-``: results would be lost with exit code 0."""
     monkeypatch.setattr(sys, "stdout", None)
     outcome = attnplug("backends", *options)
     assert outcome.code == 2 and "standard output is closed" in outcome.err
@@ -152,7 +152,7 @@ def test_a_full_disk_under_json_is_one_message(tmp_path: Path, file: str, room: 
 
 @pytest.mark.parametrize("mode", ["w", "a"])
 def test_a_line_truncated_by_a_full_disk_is_removed(tmp_path: Path, mode: str) -> None:
-    """JSON lines are whole or not there, also where others were in the file before."""
+    """JSON lines are written completely or not at all, also behind lines that were in the file before."""
     code = """
 import resource
 from attnplug.cli import output

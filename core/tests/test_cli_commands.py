@@ -52,7 +52,7 @@ def test_a_command_of_another_package_is_listed_and_runs(attnplug: Attnplug, bri
 
 
 def test_a_text_with_a_per_cent_sign_is_shown_as_it_is(attnplug: Attnplug, bring: Bring) -> None:
-    """It would break the help of every command."""
+    """Otherwise it would break the help of every command."""
     bring("polite", source=GOOD.replace('"Say hello."', '"Say hello, 100 %(sure)."'))
     for arguments in (["--help"], ["greet", "--help"]):
         assert "Say hello, 100 %(sure)." in " ".join(attnplug(*arguments).out.split())
@@ -76,7 +76,7 @@ BROKEN = {
 def test_a_broken_command_is_one_warning_and_an_error_if_it_is_run(
     attnplug: Attnplug, bring: Bring, source: str
 ) -> None:
-    """D2: with its distribution and version; help, version and every other command are as they were."""
+    """D2: the error has its distribution and version; help, version and other commands are unaffected."""
     bring("rude", source=source)
     bring("polite", "wave", GOOD.replace("greet", "wave"))
     listed = attnplug("--help")

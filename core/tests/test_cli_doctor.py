@@ -68,7 +68,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def report(run: Callable[..., str], stand_ins: None, monkeypatch: pytest.MonkeyPatch) -> Report:
-    """The report as JSON. What imports torch is left out: it costs seconds and has tests of its own."""
+    """The report as JSON, without the probes that import torch: they take seconds and have separate tests."""
     monkeypatch.setattr(doctor, "_probe_torch", lambda *_: NO_TORCH)
 
     def as_json() -> dict[str, dict[str, str]]:
@@ -311,7 +311,7 @@ def test_sections_are_found_out_at_the_same_time_and_given_in_order(
 
 
 def test_a_terminal_shows_the_running_probes(capsys: pytest.CaptureFixture[str]) -> None:
-    """They are shown in one line, which the next part of the report replaces."""
+    """The progress line is replaced by the next part of the report."""
     terminal = io.StringIO()
     probes = doctor.Probes(terminal)
     assert probes.run("flashinfer", "answer = {'a': 1}") == {"a": 1}
@@ -354,7 +354,7 @@ def test_stop_kills_running_probes(tmp_path: Path) -> None:
 
 
 def test_a_report_that_cannot_be_written_waits_for_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an interrupt, or if the reader is gone, running probes are ended so that the command ends at once."""
+    """After an interrupt, or if the reader closed the pipe, running probes are killed and the command ends."""
     stopped = []
 
     class Watched(doctor.Probes):

@@ -1,4 +1,4 @@
-"""``attnplug explain``: its output and exit code for a model, and its errors where there is nothing to explain."""
+"""``attnplug explain``: output and exit code for a model, and errors for invalid requests."""
 
 from __future__ import annotations
 
@@ -346,7 +346,7 @@ def test_a_broken_plugin_is_a_warning_that_leaves_stdout_clean(attnplug: Attnplu
 
 
 def test_an_unknown_backend_beside_a_broken_plugin_warns_of_it_too(attnplug: Attnplug, package: Package) -> None:
-    """D2: a backend that is missing must not look like a wrong name; it need not be called as its entry point."""
+    """D2: a missing backend must not look like a wrong name, even if its name differs from that of its entry point."""
     package("odd", "raise RuntimeError('no driver')")
     outcome = attnplug("explain", "--model", "tiny:llama", "--attention-backend", "odd_mla")
     assert outcome.code == 2

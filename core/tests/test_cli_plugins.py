@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("plain_environment")
 
 @pytest.fixture(autouse=True)
 def no_commands_or_hosts_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine and bridges may be installed beside core."""
+    """The engine and bridges may be installed together with core."""
     monkeypatch.setattr("attnplug.cli.plugins.command_claims", lambda: ({}, []))
     monkeypatch.setattr("attnplug.cli.plugins.find_entry_points", lambda _: ([], []))
 

@@ -40,7 +40,7 @@ def test_it_is_an_error_in_the_third_minor(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_is_due_has_been_removed() -> None:
-    """D4: this fails in the version in which a name goes, until its entry and its code are gone."""
+    """D4: this fails in the version that removes a name, until its entry and its code are removed."""
     for name, (since, replacement) in DEPRECATIONS.items():
         assert replacement and parse_contract(since) is not None
         assert parse_contract(CONTRACT_VERSION) < parse_contract(removal(since)[1]), name

@@ -135,7 +135,7 @@ def exiting() -> NoReturn:
 def test_a_plugin_that_cannot_list_its_devices_is_named_and_disturbs_no_other(
     install: Install, detect: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """D2: and what it prints is not part of a command's output."""
+    """D2: its output is not part of a command's output either."""
     point = install(also(module(), attnplug_devices=[DeviceSpec("acme", detect)]))
     registry = load_registry([EMBEDDED, point], {})
     with pytest.warns(PluginWarning, match=r"device acme \(fast-attention 1.2.3\)"):

@@ -43,7 +43,7 @@ from attnplug.host import (
     planner_claims,
 )
 from attnplug.torch_native.backend import TorchNativeBackend
-from attnplug.wrappers.forwarding import HybridLinearBackend, SplitBackend, limited_by
+from attnplug.wrappers.forwarding import HybridLinearBackend, SplitBackend
 from attnplug_testing.batches import capabilities, with_plan
 from attnplug_testing.errors import raises_naming
 from attnplug_testing.specs import GDN as LINEAR
@@ -180,7 +180,7 @@ class TestWhoPlans:
 
     def test_the_plan_of_a_graph_is_made_once_if_its_child_makes_it_once(self) -> None:
         """If the child returns the same plan again, a replay reuses the wrapper's plan. Another plan of the child gets
-        one of its own."""
+        another one."""
         given = batch([50], host=None, typical=TypicalLens(50, 50))
         one, other = (Plan(self.short.backend_id, DECODE, 1, None) for _ in range(2))
         made = iter([one, one, other, one])
@@ -217,7 +217,7 @@ class TestWhoPlans:
         assert found == [["a"], ["b"], ["b"], ["a"]]
 
     def test_roles_have_schedules_of_their_own_or_one_backend(self) -> None:
-        """A9: ``verify`` names the role whose backend verifies, as for a split."""
+        """A9: ``verify`` is the role of the verifying backend, as for a split."""
         one = FastestBackend(
             {"short": self.short, "long": self.long},
             {Role.PREFILL: "long", Role.DECODE: by_length("short", "long")},
@@ -336,7 +336,7 @@ class TestTogether:
         serving = {Role.PREFILL: by_length("a", "b"), Role.DECODE: by_length("a", "c")}
         shared = FastestBackend(children, serving)
         assert shared.claims == replace(able, cuda_graph=GraphLevel.DECODE)
-        assert limited_by(shared, "cuda_graph") == ("b",)
+        assert shared.limiting_children["cuda_graph"] == ("b",)
         assert FastestBackend(children, {Role.DRAFT: by_length("b", "c")}).claims == replace(
             able, cuda_graph=GraphLevel.NEVER, mla_extend=frozenset()
         )

@@ -35,7 +35,7 @@ def expected(table: torch.Tensor, lens: Sequence[int], page_size: int) -> list[l
 def test_slots_of_whole_requests(
     slots: Callable[..., torch.Tensor], page_size: int, lens: list[int], spare: int
 ) -> None:
-    """Behind a shorter request's end its last slot is repeated. Table entries behind its last page are not used."""
+    """A shorter request repeats its last slot. Table entries behind its last page are not used."""
     width = -(-max(lens) // page_size) + spare
     table = torch.randperm(len(lens) * width, dtype=torch.int32).view(len(lens), width)
     for row, length in zip(table, lens, strict=True):

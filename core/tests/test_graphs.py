@@ -93,7 +93,7 @@ def test_a_shape_with_trees_is_another_one() -> None:
 
 
 class TestAlways:
-    """Level ``ALWAYS``: an extend, whose rows are divided anew at each replay."""
+    """Level ``ALWAYS``: an extend with another division of rows at each replay."""
 
     LIMITS = GraphLimits(4, 8, 8, level=GraphLevel.ALWAYS)
 

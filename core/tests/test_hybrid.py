@@ -277,7 +277,7 @@ class TestChunkHook:
             HybridLinearBackend(demanding, Linear(), MODEL)
 
     def test_a_linear_child_is_never_asked_for_chunks(self):
-        """A7: not even where it has the hook, and not in place of a full child that has none."""
+        """A7: even if it has the hook, and even if the full child has none."""
         linear = type("Odd", (Linear,), {"init_mha_chunk_metadata": Full.init_mha_chunk_metadata})()
         hookless = type("Hookless", (Full,), {"init_mha_chunk_metadata": None})()
         batch = batch_in(ForwardMode.EXTEND)

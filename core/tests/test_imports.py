@@ -61,7 +61,7 @@ def test_core_has_at_most_13_000_lines():
 
 
 def test_no_module_of_core_imports_a_public_module():
-    """It would be a cycle through a table of contents."""
+    """This would be an import cycle through a table of contents."""
     for name, path in MODULES.items():
         if name not in TOP:
             assert not imports_of(path) & TOP - {"attnplug"}, name

@@ -86,7 +86,7 @@ def test_a_requested_backend_decides_both_roles_if_rows_must_be_equal() -> None:
 
 
 def test_both_roles_are_ranked_together_if_rows_must_be_equal() -> None:
-    """E3: 'late' is the fastest to decode; nothing is measured for prefill, where preference decides otherwise."""
+    """E3: 'late' decodes fastest; prefill was not measured, so preference would decide there."""
     able = {name: replace(each, spec=replace(each.spec, capabilities=ALL)) for name, each in INSTALLED.backends.items()}
     problem = replace(PROBLEM, invariant=LEVELS)
     selection = chosen(*crossing(), installed=replace(INSTALLED, backends=able), problem=problem)

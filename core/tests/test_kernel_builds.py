@@ -81,7 +81,7 @@ def build(backend: Registered, progress: Callable[[int, int], None] | None = Non
 
 
 def test_what_is_missing_is_compiled_elsewhere_and_everything_is_loaded(declare, tmp_path):
-    """E1: the builds run in other processes, then in this one, which loads what they compiled."""
+    """E1: the builds run in other processes, then in this one, which loads the compiled kernels."""
     loaded: list[str] = []
     cached = KernelBuild("old", partial(loaded.append, "old"), lambda: True)
     backend, seen = declare([kernel(tmp_path, "a"), kernel(tmp_path, "b"), cached]), []

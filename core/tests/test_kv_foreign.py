@@ -152,7 +152,7 @@ class Host:
                             self.expected[layer_id, part, target] = old[layer_id, part, source]
 
     def check(self) -> None:
-        """The host's memory holds what was expected where it was, and NaN everywhere else."""
+        """The host's memory has the expected rows at their slots, and NaN everywhere else."""
         for layer_id, tensors in self.tensors.items():
             written = 0
             for part, place in enumerate(self.memory.parts):

@@ -1,4 +1,4 @@
-"""Copies of pages that are made at once do what copies one after another would."""
+"""Simultaneous page copies have the effect of sequential ones."""
 
 from __future__ import annotations
 

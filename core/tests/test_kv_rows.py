@@ -272,7 +272,8 @@ def test_rows_without_a_slot_are_not_written(numbers: list[int], dtype: DType, l
 @pytest.mark.parametrize("how", [way for way in WAYS if way is not BY_TRITON])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_fp8_rows_beside_padding_are_the_nearest_to_float64(dtype: torch.dtype, how: str) -> None:
-    """As wide as a DeepSeek row. Divided in float64, saturated, NaN kept; the scale is no power of two."""
+    """The width is that of a DeepSeek row. Rows are divided in float64, saturated, and keep NaN; the scale is not a
+    power of two."""
     layer = LayerSpec(0, AttentionKind.MLA, 4, 4, 192, 128, 1.0, mla=MLADims(512, 128, 64))
     with writing(how) as device:
         pool = MLAPool([layer], num_pages=3, page_size=16, dtype=DType.FLOAT8_E4M3, device=device, scales={0: 0.40625})

@@ -100,7 +100,7 @@ def test_a_generator_that_raises_midway_provides_nothing(
 
 
 def test_an_interrupt_names_the_plugin_that_was_loading(install_source: Install) -> None:
-    """Whether the user or the plugin raised it, the message tells which plugin was loading."""
+    """The message names the plugin that was loading, whether the user or the plugin raised the interrupt."""
     with raises_naming(KeyboardInterrupt, "fast (fast-attention 1.2.3)"):
         load_registry([install_source("raise KeyboardInterrupt")], {})
 
@@ -178,7 +178,7 @@ def test_what_a_plugin_adds_to_the_environment_stays(install_source: Install, mo
 def test_streams_that_a_plugin_closes_are_open_again(
     install_source: Install, capfd: pytest.CaptureFixture[str], source: str
 ) -> None:
-    """D2: a plugin's stdout is stderr, where all commands report their errors."""
+    """D2: a plugin's stdout is redirected to stderr, to which commands write their errors."""
     files = [os.fstat(descriptor) for descriptor in range(3)]
     assert load_registry([install_source(f"import os, sys\n{source}{GOOD}")], {}).broken == ()
     assert [os.path.samestat(file, os.fstat(descriptor)) for descriptor, file in enumerate(files)] == [True] * 3
@@ -190,7 +190,7 @@ def test_streams_that_a_plugin_closes_are_open_again(
 def test_a_stream_that_a_plugin_keeps_can_be_written_to_later(
     install_source: Install, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As logging handlers do."""
+    """Logging handlers do this."""
     point = install_source(f"import logging\nhandler = logging.StreamHandler(){GOOD}")
     load_registry([point], {})
     point.load().handler.stream.write("later\n")

@@ -79,7 +79,7 @@ def test_the_backend_of_a_graph_for_all_lengths_is_named() -> None:
 
 
 def test_what_a_host_prefills_by_its_own_calls_has_one_backend() -> None:
-    """C1: it chunks and merges MLA itself. Its decode goes by batch."""
+    """C1: the host chunks and merges MLA itself. Its decode has a backend per batch."""
     able = replace(PLAIN, kinds={"mla"}, mla_extend={"one_shot", "chunked"})
     installed = registry(backend("early", able), backend("late", able))
     shape = MeasuredShape.of(MLA, (DType.BFLOAT16, DType.BFLOAT16), 64, False)

@@ -82,7 +82,7 @@ def test_a_shipped_table_holds_for_other_releases_of_torch_the_plugin_and_driver
 def test_a_library_that_a_backend_takes_where_it_is_there_counts(
     before: str | None, after: str | None, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as flash-attn-4, without which ``flashattention`` runs on another kernel."""
+    """For example flash-attn-4: without it, ``flashattention`` uses another kernel."""
     installed = registry(backend("late", uses=("extra",)))
     for version in (before, after):
         for module in (store, table_writing):
@@ -189,7 +189,7 @@ def test_where_a_users_tables_lie(variables: dict[str, str], folder: str, monkey
 
 
 def test_a_user_without_a_home_has_no_tables_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container that was started with a user of its own."""
+    """As in a container that runs with an unknown user id."""
 
     def homeless() -> None:
         raise RuntimeError("Could not determine home directory.")
@@ -238,7 +238,7 @@ def test_a_report_gives_the_state_of_every_file() -> None:
 
 @pytest.mark.usefixtures("plain_environment")
 def test_a_third_partys_backend_takes_part_without_doing_anything(attnplug: Attnplug, package: Package) -> None:
-    """D1: once it is measured, ``explain`` shows its figures beside the others'."""
+    """D1: after it was measured, ``explain`` shows its times together with the others'."""
     package("acme", fields="{'preference': 100}")
     here = Processor(_cpu_name(), 0)
     shape = replace(SHAPE, num_heads=4, num_kv_heads=2, head_dim=16, value_dim=16, dtype=DType.FLOAT32)

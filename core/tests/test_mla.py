@@ -240,7 +240,7 @@ class TestHook:
         assert given == [model.batch.plan.chunks] * 2 and given[0] is not None
 
     def test_hook_receives_that_ragged_attention_is_disabled(self):
-        """A4, C2: a backend that cannot extend absorbed is asked for chunks all the same."""
+        """A4, C2: the chunk hook of a backend that cannot extend absorbed is still called."""
         seen: list[bool] = []
         hook = lambda self, forward_batch, disable_flashinfer_ragged=False: seen.append(disable_flashinfer_ragged)  # noqa: E731
         policy = ExtendPolicy(forced=ExtendPath.CHUNKED, disable_ragged=True)
@@ -248,7 +248,7 @@ class TestHook:
         assert seen == [True]
 
     def test_a_batch_planned_again_keeps_no_chunk_plan(self):
-        """C2: neither where the next path has none, nor where its hook plans nothing."""
+        """C2: neither if the next path has none, nor if its hook plans nothing."""
         model = Model(small(((20, 9),), mla=DIMS))
         batch, plans = model.stage.batch(), [True, False]
         backend = self.backend(lambda self, forward_batch: plan_of(forward_batch) if plans.pop(0) else None)
@@ -343,7 +343,7 @@ class TestHook:
 
 
 class TestRowsOfACall:
-    """A host that absorbs, chunks and merges itself calls forward_ragged with lengths of its own."""
+    """A host that absorbs, chunks and merges itself calls forward_ragged with its own lengths."""
 
     @pytest.mark.parametrize("lens", [([4], [5]), ([5], [4])], ids=["queries", "keys"])
     def test_lengths_that_are_not_those_of_the_rows(self, lens):

@@ -1,4 +1,4 @@
-"""Reading models: from a reference to a config, and every way in which a config can be wrong."""
+"""Reading of models: references, configs, and invalid configs."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_yarn_needs_a_factor() -> None:
 
 
 def test_rope_scaling_wins_over_rope_parameters() -> None:
-    """As in transformers: there the softmax scale of DeepSeek-V3 is that of ``rope_scaling``."""
+    """Same as in transformers, where ``rope_scaling`` determines the softmax scale of DeepSeek-V3."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "mscale_all_dim": 1.0}
     plain = {"rope_type": "default", "rope_theta": 10000.0}
     base = without(DEEPSEEK_V3, "rope_scaling")
@@ -327,7 +327,7 @@ def test_bidirectional_attention_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "modernbert", "longcat_flash", "bart", "vit", "from_next_year"])
 def test_an_unknown_type_is_named_with_the_known_ones_before_sizes_are_read(name: str) -> None:
-    """Whether its config has the standard keys or not: a plain decoder might be a wrong reading of it."""
+    """Also if its config has the standard keys: reading it as a plain decoder might be wrong."""
     for config in (LLAMA_3_8B, {}, {"is_encoder_decoder": True}):
         message = refused({**config, "model_type": name}, "model_type")
         assert repr(name) in message and all(known in message for known in ("llama", "deepseek_v3", "nemotron_h"))

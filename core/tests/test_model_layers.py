@@ -132,7 +132,7 @@ def test_granite_sets_its_own_scale() -> None:
 def test_layers_that_slide_if_a_flag_turns_windows_on(
     model_type: str, keys: dict[str, Any], slides: list[bool]
 ) -> None:
-    """As in the config classes of transformers 5.22."""
+    """Same as in the config classes of transformers 5.22."""
     config = {**LLAMA_3_8B, "model_type": model_type, "num_hidden_layers": 5, "sliding_window": 7, **keys}
     spec = read(config, use_sliding_window=True)
     assert windows(spec) == [7 if slide else None for slide in slides]
@@ -250,7 +250,7 @@ SHARING = {
 
 @pytest.mark.parametrize(("keys", "wanted"), SHARING.values(), ids=SHARING)
 def test_glm_shares_an_index_between_layers(keys: dict[str, Any], wanted: str) -> None:
-    """By the same rules as transformers."""
+    """The rules are those of transformers."""
     spec = read(DEEPSEEK_V3, model_type="glm_moe_dsa", num_hidden_layers=7, **keys)
     shares = [layer.indexer.shares for layer in spec.layers if layer.indexer is not None]
     assert "".join("F" if share is None else "S" for share in shares) == wanted
@@ -276,7 +276,7 @@ DEEPSEEK_V4 = {"model_type": "deepseek_v4", "num_hidden_layers": 5, "num_key_val
 
 
 def test_deepseek_v4_has_sliding_sparse_and_heavily_compressed_layers() -> None:
-    """By ``layer_types``, by the ratios of older configs, which go on with layers for prediction, and by default."""
+    """Given by ``layer_types``, by ratios in older configs (with those of prediction layers behind), or by default."""
     types = ["sliding", "compressed_sparse", "heavily_compressed", "compressed_sparse", "sliding"]
     spec = read(DEEPSEEK_V4, layer_types=[f"{kind}_attention" for kind in types])
     sparse, heavy = CompressedDims(4, overlap=True), CompressedDims(128)

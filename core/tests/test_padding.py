@@ -39,7 +39,7 @@ class Counting(TorchNativeBackend):
 
 
 class Rank:
-    """One layer of a model on a rank of several, whose batch gets ``requests`` more requests and ``rows`` more rows."""
+    """One layer of a model on one of several ranks. Its batch is padded by ``requests`` requests and ``rows`` rows."""
 
     def __init__(self, mode: ForwardMode, *, mla: bool = False, exact: bool = True, page_size: int = 4) -> None:
         dims = {"mla": LATENT, "v_head_dim": 8} if mla else {"kv_heads": 2}

@@ -158,7 +158,7 @@ def test_a_plugin_that_takes_long_to_load_is_named(install: Install, monkeypatch
 
 @pytest.fixture
 def three(install: Install) -> list[EntryPoint]:
-    """The built-in, one plugin whose distribution has an odd spelling, and another."""
+    """The built-in plugin, a plugin with an unusual spelling of its distribution, and another one."""
     return [
         EMBEDDED,
         install(bringing(spec("fast")), "fast_entry", "My_Dist.X", "1.0"),
@@ -297,7 +297,7 @@ def test_any_text_as_a_name_is_an_error_for_a_person(install: Install, name: str
 
 
 def test_asking_for_a_broken_backend_tells_what_is_wrong(install: Install) -> None:
-    """D2: by the backend's name, or by the entry point's where the backend's is not known."""
+    """D2: by the backend's name, or by the entry point's if the backend's is unknown."""
     registry = load_registry(
         [
             install(bringing(spec("old", contract="9.0")), "x", "old-dist", "7.7"),

@@ -32,7 +32,7 @@ def test_rows_of_a_hosts_memory_may_lie_apart():
 
 
 def test_pages_that_one_stride_does_not_lead_to_are_the_pools_affair():
-    """``by_slot`` returns None where a page holds all layers: slots of a layer then have no common stride."""
+    """``by_slot`` returns None if a page holds all layers, because slots of a layer then have no common stride."""
     memory = torch.zeros(5, 2, 4, 20)
     pool = MLAPool.over([mla_layer()], {0: memory[:, 0]}, "pages tokens dim", page_size=4, dtype=DType.FLOAT32)
     assert pool.by_slot(0) is None

@@ -25,7 +25,7 @@ TIMES = st.floats(0.5, 5000).map(lambda time: round(time, 1))
 
 @st.composite
 def schedules(draw: st.DrawFn) -> BackendSchedule:
-    """Two or three backends over points that need not be a grid, nor the same ones."""
+    """Two or three backends with different points, which may not form a grid."""
     points = draw(st.lists(POINTS, min_size=1, max_size=8, unique=True))
     times = {}
     for name in draw(st.permutations(["a", "b", "c"]))[: draw(st.integers(2, 3))]:
@@ -203,7 +203,7 @@ class TestExtends:
 
     @pytest.mark.parametrize(("decodes", "name"), [(4, "small"), (100, "large")])
     def test_a_mixed_batch_is_a_prefill_and_its_decodes(self, decodes: int, name: str) -> None:
-        """Neither the chunk of 500 tokens nor the mean request alone tells which backend is faster."""
+        """Neither the chunk of 500 tokens nor the mean request alone determines the faster backend."""
         times = SMALL_AND_LARGE.expected_extend([500, *[1] * decodes], [500, *[20000] * decodes])
         assert min(times, key=lambda each: times[each]) == name
 

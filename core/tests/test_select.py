@@ -150,7 +150,7 @@ def test_a_draft_is_checked_in_its_role_and_by_the_requirements_of_all_roles() -
 
 
 class TestMLAByTheHost:
-    """The host prefills MLA itself, as MHA (C1), unless a backend is asked for in that role."""
+    """The host prefills MLA itself, as MHA (C1), unless a backend is requested for that role."""
 
     PROBLEM = Problem(DEEPSEEK, mla_by_host=True)
     ABSORBED = replace(PLAIN, kinds={"mla"}, mla_extend={"absorbed"})
@@ -328,7 +328,7 @@ def test_where_nothing_is_near_the_error_shows_one_candidate_in_full() -> None:
 
 
 def test_refusals_by_the_hardware_come_first() -> None:
-    """D3: nobody should install a library for a GPU that is not there."""
+    """D3: users should not install a library for a missing GPU."""
     spec = replace(CPU_FLOAT32, devices={"cuda"}, dtypes={DType.FLOAT16})
     with pytest.raises(SelectionError) as caught:
         select(
@@ -350,13 +350,13 @@ def test_the_error_holds_only_roles_that_are_not_served() -> None:
 
 
 def test_an_explicit_request_that_is_refused_begins_with_its_own_reasons_and_names_what_could_serve() -> None:
-    """D3: reasons against others would bury those that were asked for."""
+    """D3: reasons against other backends would hide those against the requested one."""
     decodes = backend("b", replace(CPU_FLOAT32, kinds={"mla"}, roles={"decode"}))
     installed = registry(backend("a"), decodes, backend("c"), backend("d", CPU_FLOAT32))
     with pytest.raises(SelectionError) as caught:
         select(installed, BackendRequest("b"), Problem(LLAMA, device="cuda", sm=90))
     assert str(caught.value).splitlines()[:6] == [
-        "b (b-dist 1.2) was asked for by attention_backend and cannot serve prefill and decode:",
+        "b (b-dist 1.2) was requested by attention_backend and cannot serve prefill and decode:",
         "  - device cuda is not supported, only cpu (change device)",
         "  - for prefill: role prefill is not supported, only decode (change attention_backend)",
         "  - attention kind mha is not supported, only mla (change attention_backend)",
@@ -373,7 +373,7 @@ def test_one_that_serves_another_role_is_kept_beside_another_backend() -> None:
     with pytest.raises(SelectionError) as caught:
         select(registry(backend("a"), decodes), BackendRequest("b"), Problem(LLAMA))
     assert str(caught.value).splitlines()[:3] == [
-        "b (b-dist 1.2) was asked for by attention_backend and cannot serve prefill:",
+        "b (b-dist 1.2) was requested by attention_backend and cannot serve prefill:",
         "  - role prefill is not supported, only decode (change attention_backend)",
         "usable by prefill_attention_backend beside b: a; 'attnplug explain' gives every reason against every other "
         "backend",
@@ -484,7 +484,7 @@ def test_a_host_spells_settings_in_a_refusal_and_in_an_explanation() -> None:
     with pytest.raises(SelectionError) as caught:
         select(installed, BackendRequest("a"), problem)
     text = caught.value.format(spelled.get)
-    assert "a (a-dist 1.2) was asked for by backend= and cannot serve" in text
+    assert "a (a-dist 1.2) was requested by backend= and cannot serve" in text
     assert "only cpu (change target)" in text and "(change device)" in str(caught.value)
     shown = "\n".join(explanation(explain(installed, BackendRequest("b"), problem), spelled.get))
-    assert "prefill: b (asked for by backend=)" in shown
+    assert "prefill: b (requested by backend=)" in shown

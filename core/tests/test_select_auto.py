@@ -213,7 +213,7 @@ class _Scheduled:
 
 
 def test_a_schedule_gives_a_role_several_backends() -> None:
-    """D3: the chosen one is its first. A backend that was asked for has no schedule."""
+    """D3: the chosen backend is its first candidate. A requested backend has no schedule."""
     installed = registry(backend("slow"), backend("fast", preference=100))
     request = BackendRequest(roles={Role.DECODE: "slow"})
     selection = select(installed, request, Problem(LLAMA), ranking=_Scheduled())
@@ -246,7 +246,7 @@ def test_backends_of_a_schedule_share_the_pages_of_the_chosen_one() -> None:
 def test_a_backend_of_a_schedule_takes_no_graphs_from_the_chosen_one(
     tokens: int, verify: Role, chosen: GraphLevel, wanted: list[str]
 ) -> None:
-    """D3: where drafts are verified in graphs, those that cannot be captured then are left out."""
+    """D3: if drafts are verified in graphs, backends that cannot be captured for that are left out."""
     able = replace(PLAIN, roles={"prefill", "decode", "draft"}, max_speculative_tokens=8)
     levels = {"single": GraphLevel.DECODE, "even": GraphLevel.UNIFORM, "fast": chosen}
     installed = registry(

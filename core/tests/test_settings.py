@@ -34,7 +34,7 @@ def test_a_usage_error_has_the_settings_that_its_message_names() -> None:
     ],
 )
 def test_a_host_spells_the_settings_of_an_error(message: str, fragment: str) -> None:
-    """One that it cannot spell keeps its key where the message speaks of it, and is left out otherwise."""
+    """A setting that the host cannot spell keeps its key inside the message, and is not appended."""
     error = AttnplugError(message, settings=["page_size", "max_batch"])
     assert error.format({"page_size": "block_size"}.get) == fragment
 

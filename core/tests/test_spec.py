@@ -267,7 +267,7 @@ def test_every_reason_is_given_at_once() -> None:
 
 
 def test_a_kind_that_is_not_claimed_hides_no_other_reason() -> None:
-    """D3: all reasons are given at once. A user who changes the backend alone would otherwise fail next on the number
+    """D3: all reasons are given at once. Otherwise, a user who changes only the backend would fail next on the number
     of ranks."""
     found = claiming(kinds={"mha", "gdn"}).refusals(Problem(model(MLA), tensor_parallel=3), Role.PREFILL)
     assert {refusal.code for refusal in found} == {RefusalCode.KIND, RefusalCode.TENSOR_PARALLEL}
@@ -317,7 +317,7 @@ def test_head_dims_are_of_keys_and_values() -> None:
 
 
 def test_head_dims_are_no_limit_of_mla_layers() -> None:
-    """They have dimensions of their own."""
+    """MLA layers have other dimensions."""
     assert claiming(head_dims={(64, 64)}).refusals(Problem(model(MHA, MLA)), Role.PREFILL) == []
 
 

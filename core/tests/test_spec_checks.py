@@ -121,7 +121,7 @@ def test_a_factory_whose_module_is_there_is_none(package_of_a_test: str, factory
 
 
 def test_a_factory_that_its_imported_module_lacks_is_a_refusal() -> None:
-    """D3: a plugin of one module, whose factory is misspelled."""
+    """D3: a plugin of one module with a misspelled factory."""
     (refusal,) = spec(factory="attnplug.declare.spec:BackendSepc").refusals(Problem())
     assert (refusal.code, refusal.value) == (RefusalCode.FACTORY, "BackendSepc")
 
@@ -135,7 +135,7 @@ def test_looking_for_a_factory_imports_nothing(package_of_a_test: str) -> None:
 def test_a_factory_that_another_thread_imports_right_now_is_no_refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A module is in ``sys.modules`` while it is being imported, but does not have its factory yet."""
+    """During its import, a module is in ``sys.modules`` without its factory."""
     (tmp_path / "slow_module_of_a_test.py").write_text(
         "from attnplug.declare.installed import factory_refusal\n"
         "seen = factory_refusal(__name__ + ':build')\n"
@@ -329,7 +329,7 @@ class _OwnRefusal(Refusal):
     "values", [(5, "text"), ("own", None), ("own", "text", None, None, 7)], ids=["code", "message", "option"]
 )
 def test_a_refusal_of_wrong_types_fails_the_check_that_makes_it(values: tuple[Any, ...]) -> None:
-    """D2: it would fail where it is printed, among the reasons of others."""
+    """D2: otherwise it would fail when it is printed together with the reasons of others."""
     (refusal,) = own(lambda problem, role, options: [Refusal(*values)])
     assert (refusal.code, refusal.value) == (RefusalCode.CHECK_FAILED, "PluginError")
 
@@ -375,7 +375,7 @@ def test_an_interrupt_names_the_backend_whose_check_was_running() -> None:
 
 
 def test_a_check_that_returns_none_is_refused_with_the_expected_type() -> None:
-    """The likeliest mistake: a function that falls off its end where all is well."""
+    """The most likely mistake: a function that returns None if there is no refusal."""
     (refusal,) = own(lambda problem, role, options: None)
     assert "None" in refusal.message
     assert "Refusal" in refusal.message

@@ -71,7 +71,7 @@ class TestSplit:
             split.forward_decode(torch.zeros(2, 1, 8), None, None, FULL, batch)
 
     def test_chunk_hook_reaches_the_prefill_child_with_the_flag(self):
-        """A8: also in a decode batch, which it would be wrong to ask for; chunks are a matter of prefill."""
+        """A8: also for a decode batch, because chunks belong to prefill."""
         for mode in (ForwardMode.EXTEND, ForwardMode.DECODE):
             batch = batch_in(mode)
             assert self.split.init_mha_chunk_metadata(batch, True).planner is self.prefill.backend_id
@@ -126,7 +126,7 @@ class TestSplit:
         assert len(self.prefill.calls) == 1
 
     def test_a_child_that_takes_no_part_in_graphs_reserves_no_memory_and_says_nothing_of_padding(self):
-        """A9: a prefill backend without graphs beside a decode backend with them."""
+        """A9: a prefill backend without graphs and a decode backend with graphs."""
         prefill, decode = Hookless(), Recorder("decode", fill=2)
         split = SplitBackend(prefill, decode)
         assert split.claims.cuda_graph is GraphLevel.DECODE

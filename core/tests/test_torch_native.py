@@ -151,7 +151,7 @@ def test_decode_on_the_cpu_over_pages_in_place(monkeypatch):
 
 
 def test_decode_on_the_cpu_copies_rows_and_hides_what_comes_after_an_end():
-    """The rest of each last page is NaN. Lengths leave every remainder, beside unequal and equal lengths."""
+    """The rest of each last page is NaN. Lengths have every remainder, equal and unequal."""
     for lengths in ((69, 70, 71, 72, 3, 8, 201), (70, 70), (71,)):
         for page_size, dtype in ((4, DType.FLOAT32), (16, DType.FLOAT32), (64, DType.FLOAT32), (16, DType.BFLOAT16)):
             for window, lse in ((None, False), (7, False), (None, True)):
@@ -162,7 +162,7 @@ def test_decode_on_the_cpu_copies_rows_and_hides_what_comes_after_an_end():
 
 
 def test_rows_of_any_page_size_and_layout_are_copied():
-    """A page of 5 rows, a layout that keeps rows apart, and a request of two rows."""
+    """Pages of 5 rows, a layout with gaps between rows, and a request of two rows."""
     for lengths, page_size, layout in (
         (((70, 1), (9, 1)), 5, "token_major"),
         (((70, 1), (9, 1)), 16, "head_major"),
@@ -174,7 +174,7 @@ def test_rows_of_any_page_size_and_layout_are_copied():
 
 
 def test_one_request_on_the_cpu_whose_pages_follow_each_other_is_read_without_a_copy(monkeypatch):
-    """Pages in another order, and rows that a layout keeps apart, are copied as before."""
+    """Pages in another order, and rows that are not adjacent in the layout, are copied."""
     from attnplug import MHAPool
 
     copies = []
@@ -201,7 +201,7 @@ def test_rows_that_are_read_without_a_copy_are_attended_to_in_every_way():
 
 
 def test_rows_past_the_pool_are_refused_as_a_copy_of_them_would_be():
-    """A slice of the pool would end where the pool ends, and hide that rows are missing."""
+    """A slice of the pool would end with the pool and hide missing rows."""
     stage = Stage(small(((70, 1),), ForwardMode.DECODE, pages="interleaved"), "cpu")
     group = stage.backend.init_forward_metadata(stage.batch()).metadata.groups[0]
     past = stage.backend._mha.num_pages * stage.backend._mha.page_size - 1 - int(group.slots[0, 0])
@@ -253,7 +253,7 @@ def test_long_prefill_is_cut_into_tiles(device, monkeypatch):
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("broken", ["query", "keys"])
 def test_nan_is_not_hidden_by_the_fused_kernel_of_a_cpu(queries, broken):
-    """torch's kernel returns 0 for rows whose scores are all NaN, so that a corrupt weight would go unnoticed."""
+    """torch's kernel returns 0 for rows with only NaN scores, which would hide a corrupt weight."""
     q, k, v = torch.randn(1, queries, 4, 16), torch.randn(1, 5, 2, 16), torch.randn(1, 5, 2, 16)
     (q if broken == "query" else k).fill_(float("nan"))
     extent = Extent.of(queries, [5 - queries], 5, torch.device("cpu"))

@@ -190,7 +190,7 @@ class TestTorchNative:
 
     @on_every_device
     def test_requests_of_very_different_lengths_keep_their_trees(self, device):
-        """They are attended to in groups, longest first."""
+        """They run in groups, longest first."""
         check(mha(4, (3, 9000, 12, 20)), device)
 
     @on_every_device
@@ -212,7 +212,7 @@ class TestTorchNative:
 
     @on_every_device
     def test_padded_requests_are_left_out(self, device):
-        """Only the device knows them, until it is asked."""
+        """Only the device knows the lengths until they are copied."""
         stage = KernelScene(mha(3, (20, 5)), device, native)
         known = stage.batch().geometry
         table = torch.cat([known.page_table, torch.full_like(known.page_table[:1], 1 << 30)])

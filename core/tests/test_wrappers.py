@@ -296,7 +296,7 @@ class TestDefinitions:
             type("Wrong", (ForwardingBackend,), {"forward_extend": _stub(right.replace(parameters=wrong))})
 
     def test_the_protocols_empty_bodies_are_no_definitions(self):
-        """A9: a wrapper that inherits from the protocols forwards all the same."""
+        """A9: a wrapper that inherits from the protocols still forwards."""
 
         class Hollow(SplitBackend, AttentionBackend, GraphPlanning):
             pass

@@ -84,7 +84,7 @@ class Coach:
 
 
 def params(prompts: Sequence[Sequence[int]], most: int, **sampling: Any) -> list[SamplingParams]:
-    """For each prompt, of different lengths, with the seeds by which a coach knows them."""
+    """Sampling parameters for each prompt, of different lengths, with the seeds that identify them to a coach."""
     return [
         SamplingParams(max_tokens=most - 2 * number, seed=FIRST_SEED + number, **sampling)
         for number in range(len(prompts))

@@ -1,4 +1,4 @@
-"""Compiles the engine's kernels for GPUs that need not be present, and prints the findings as JSON by purpose."""
+"""Compile the engine's kernels for GPUs that may be absent, and print the findings as JSON by purpose."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The experts' kernels, compiled for GPUs that need not be there."""
+"""The experts' kernels, compiled for GPUs that may be absent."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""The kernels of HiSparse, compiled for GPUs that need not be there."""
+"""The kernels of HiSparse, compiled for GPUs that may be absent."""
 
 from collections.abc import Iterator
 

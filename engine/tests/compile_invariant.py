@@ -1,4 +1,4 @@
-"""The batch-invariant products, compiled for GPUs that need not be there."""
+"""The batch-invariant GEMMs, compiled for GPUs that may be absent."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The kernels of models, compiled for GPUs that need not be there, and what they do."""
+"""The kernels of models: compiled for absent GPUs, and compared with references."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The kernels of quantized weights, compiled for GPUs that need not be there."""
+"""The kernels of quantized weights, compiled for GPUs that may be absent."""
 
 import re
 from collections.abc import Iterator
@@ -118,7 +118,7 @@ def named(config: QuantizedConfig) -> str:
 
 
 def every_kernel(sm: int) -> Iterator[tuple[str, Any]]:
-    """Every one for SM 90, those that depend on the GPU for others. Tiles of 64 rows of the matrix or more go to
+    """All kernels for SM 90; for others, those that depend on the GPU. Tiles of 64 rows of the matrix or more go to
     Hopper's own tensor-core instruction."""
     if sm >= 89:
         yield "scaled", product(sm, "scaled", CONFIGS["scaled"][-1][-1])

@@ -1,4 +1,4 @@
-"""The sampler's kernels, compiled for GPUs that need not be there."""
+"""The sampler's kernels, compiled for GPUs that may be absent."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""The kernels of speculation, compiled for GPUs that need not be there."""
+"""The kernels of speculation, compiled for GPUs that may be absent."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -323,8 +323,8 @@ def sequences() -> list[list[int]]:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Processes that are started here take an interrupt, also where this one was started to ignore it: in the
-    background of a shell without job control."""
+    """Let child processes receive SIGINT even if this process ignores it, as in the background of a shell without job
+    control."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -360,7 +360,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., N
     ]
 )
 def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A device for each way in which functions with kernels run: by torch, by interpreted kernels, and on a GPU."""
+    """A device for each implementation of functions with kernels: torch, interpreted kernels, and a GPU."""
     if request.param == "interpreted":
         monkeypatch.setattr(kernels, "usable", lambda _x: True)
     return "cuda" if request.param == "cuda" else "cpu"

@@ -103,7 +103,7 @@ def sigmoid_experts(t: Tensors, name: str, x: Tensor, per_token: int, scaling: f
 
 
 def softmax_experts(t: Tensors, name: str, x: Tensor, per_token: int) -> Tensor:
-    """Qwen3-Next's experts, and the shared one in a share of its own."""
+    """Qwen3-Next's experts, with a separate gate for the shared one."""
     shares, chosen = linear(t, f"{name}.gate", x).softmax(-1).topk(per_token)
     shared = mlp(t, f"{name}.shared_expert", x) * linear(t, f"{name}.shared_expert_gate", x).sigmoid()
     return _mixed(t, name, x, chosen, shares / shares.sum(-1, keepdim=True)) + shared

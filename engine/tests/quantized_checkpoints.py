@@ -137,7 +137,7 @@ GPT_OSS = {
 def published_gpt_oss(
     folder: Path, target: Path, change: Callable[[dict[str, Tensor]], object] = lambda tensors: None
 ) -> Path:
-    """Write the gpt-oss checkpoint in ``folder`` as it is published: stacked MXFP4 experts, all else in bfloat16."""
+    """Write the gpt-oss checkpoint in ``folder`` in its published form: stacked MXFP4 experts, all else in bfloat16."""
     target.mkdir()
     tensors = {}
     for name, tensor in load_file(folder / FILE).items():

@@ -169,7 +169,7 @@ class RefilledDelta(WholeDeltaBackend):
 
 
 def over(kind: Any, base: type = RefilledNative) -> Any:
-    """A ``Refilling`` mixin over a reference backend; ``RefilledNative`` stands for whichever is selected."""
+    """A ``Refilling`` mixin over a reference backend. ``RefilledNative`` itself gives ``base``."""
     if isinstance(kind, partial):
         return partial(over(kind.func, base), *kind.args, **kind.keywords)
     if kind is RefilledNative:

@@ -1,4 +1,4 @@
-"""A scheduler over a small pool, whose steps a test starts and finishes by hand."""
+"""A scheduler over a small pool. Tests start and finish its steps by hand."""
 
 from __future__ import annotations
 

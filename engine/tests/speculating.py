@@ -31,8 +31,8 @@ def engine(model: str = LLAMA, **settings: Any) -> Engine:
 
 
 def params(new: int = 14) -> list[SamplingParams]:
-    """For each prompt, of different lengths, so that batches shrink; every other one draws. None ends in its first
-    round, whose verify can be planned ahead for all."""
+    """Parameters for each prompt, with different lengths, so batches shrink; every other request samples. None ends in
+    its first round, so its verify can be planned ahead for all."""
     drawn = SamplingParams(new, temperature=0.9, top_k=40, top_p=0.95, seed=3)
     each = [replace(drawn, max_tokens=max(new - 2 * number, 6)) for number in range(len(PROMPTS))]
     return [one if number % 2 else replace(one, temperature=0.0) for number, one in enumerate(each)]

@@ -159,7 +159,7 @@ def test_a_backend_without_the_levels_is_refused_for_that_reason() -> None:
     ],
 )
 def test_what_cannot_be_kept_is_refused(given: dict[str, Any], setting: str) -> None:
-    """A tree's rows are not where decode reads them."""
+    """Rows of a tree are not at the positions that a decode reads."""
     with pytest.raises(UsageError) as caught:
         build(LLAMA, **given)
     assert setting in caught.value.settings

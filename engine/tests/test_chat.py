@@ -188,7 +188,7 @@ def test_a_text_that_the_tokenizer_cannot_encode(tmp_path):
     ("given", "ends"), [({"eos_token_id": 7}, {7}), ({"eos_token_id": [7, 8]}, {7, 8}), ({}, set()), (None, {5})]
 )
 def test_generation_config_alone_says_where_a_text_ends(tmp_path, spelling, given, ends):
-    """As in transformers, and for both spellings of a folder."""
+    """Same as in transformers, for both spellings of a folder."""
     (tmp_path / "config.json").write_text("{}")
     if given is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(given))
@@ -323,7 +323,7 @@ def test_the_time_limit_holds_in_a_process_that_ignores_and_blocks_its_signal(mo
 
 
 def test_the_memory_limit_holds_where_the_system_enforces_none():
-    """As on macOS: the worker checks its own resident memory."""
+    """Same as on macOS: the worker checks its own resident memory."""
     run = "import resource, runpy, sys; resource.setrlimit = lambda *_: None; sys.argv[0] = sys.argv.pop(1)"
     command = ["-c", f"{run}; runpy.run_path(sys.argv[0], run_name='__main__')", str(template_process._WORKER)]
     process = subprocess.run(

@@ -1,4 +1,4 @@
-"""Checkpoints: what is read, what is refused and by which message; and random weights with the same interface."""
+"""Reading of checkpoints, refusals with their messages, and random weights with the same interface."""
 
 from __future__ import annotations
 

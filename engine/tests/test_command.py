@@ -112,7 +112,7 @@ class TestAnswers:
         return end_with
 
     def test_texts_come_in_the_order_of_their_prompts(self, attnplug: Attnplug, uneven, monkeypatch):
-        """On standard output, also where a progress bar is drawn on standard error."""
+        """On standard output, also with a progress bar on standard error."""
         monkeypatch.setenv("FORCE_COLOR", "1")
         outcome = attnplug(*RUN, "--prompts", uneven)
         assert outcome.code == 0, outcome.err
@@ -135,7 +135,7 @@ class TestAnswers:
         assert indices == [1, 2]
 
     def test_what_is_finished_is_written_when_the_command_is_terminated(self, attnplug: Attnplug, uneven, end_with):
-        """By ``timeout`` or a batch system."""
+        """SIGTERM comes from ``timeout`` or a batch system."""
         end_with(signal.SIGTERM)
         outcome = attnplug(*RUN, "--prompts", uneven)
         assert outcome.code == 143 and "stopped: 2 of 3 prompts were finished" in outcome.err
@@ -400,7 +400,7 @@ print([name for name in ("torch", "numpy", "rich") if name in sys.modules], code
 
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_that_an_imported_library_swallows_ends_the_command():
-    """As torch's C code does."""
+    """torch's C code does this."""
     code = """
 import signal, sys
 from attnplug.cli.app import main

@@ -191,7 +191,7 @@ def test_every_option_of_embed_reaches_the_embedder(attnplug: Attnplug, spies):
 
 
 def test_an_embedder_is_built_by_the_same_options_as_an_engine():
-    """Those that both have; nothing is found again in the cache."""
+    """Options that both have; without prefix hits."""
     engine = EmbedOptions(**EMBED).for_engine()
     assert {name: value for name, value in values(engine).items() if name in FIELDS} == FIELDS
     assert engine.batch_invariant

@@ -70,7 +70,7 @@ def test_a_start_up_without_a_gpu_launches_what_one_with_a_gpu_does(tmp_path):
 @pytest.mark.long
 @needs_triton
 def test_prefills_of_mla_as_mha_are_recorded(tmp_path):
-    """E1: ragged attention beside absorbed attention, and experts."""
+    """E1: ragged and absorbed attention, and experts."""
     found = recorded(tmp_path, "deepseek_v3", attention_backend="triton_mla", num_pages=64)
     assert {"attend_ragged_rows", "order_tiles", "_latent_rows", "_up_projection", "_sort_pairs"} <= found.keys()
 
@@ -166,8 +166,8 @@ def test_prefills_whose_graphs_a_start_up_drops_are_recorded(tmp_path):
 
 
 def test_fake_tensors_have_addresses_within_their_memory():
-    """E1: Triton has a variant of a kernel for addresses at multiples of 16. In a process of its own, because a fake
-    GPU stays."""
+    """E1: Triton has a variant of a kernel for addresses at multiples of 16. Runs in a separate process, because a fake
+    GPU cannot be removed."""
     script = """if True:
         import torch
         from attnplug_engine.execution.compile_ahead import GPU
@@ -233,7 +233,7 @@ def test_a_recording_that_skips_kernels_says_so_and_is_not_repeated(recorder, tm
 
 
 def test_real_and_random_weights_launch_the_same_kernels(recorder, tmp_path):
-    """E1: `attnplug warm` has random weights and ends at no token; the engine that serves finds what it recorded."""
+    """E1: `attnplug warm` has random weights and no stop tokens; the serving engine finds the recorded kernels."""
     recorder(*EVENTS, {"finished": 3})
     for options in (EngineOptions(random_weights=True, ignore_eos=True), EngineOptions(device="cuda")):
         fill_cache(AheadRequest("tiny:llama", options, H200, 1, 2))

@@ -57,7 +57,7 @@ def test_streamed_products_take_no_more_shared_memory_than_is_looked_for(sm: int
 
 
 def test_weights_are_loaded_before_the_kernel_waits_for_its_input(facts: Facts) -> None:
-    """On SM 90, where a kernel starts while the one before it still runs. Nothing is stored before the wait."""
+    """On SM 90, a kernel starts while the previous one is running. Nothing is stored before the wait."""
     for one in facts["models"]:
         assert one["stored_early"] == 0
         assert (one["loaded_early"] > 0) == (one["sm"] == 90 and one["kernel"] in WITH_WEIGHTS), one
@@ -86,10 +86,10 @@ def test_experts(facts: Facts) -> None:
 
 
 def test_quantized(facts: Facts) -> None:
-    """Every one for SM 90, those that differ for SM 80 to 120. Tensor cores take fp8 as it is from SM 89 on, on SM 90
-    except narrow tiles. No loop moves codes or decoded weights through shared memory: only scales, which take
-    fewer stores. Products of few rows load codes before they wait for their input, and use shared memory for sums
-    only. Partial sums of divided products are stored before a program's arrival, and read after the last one's."""
+    """All kernels for SM 90; for SM 80 to 120, those that differ. Tensor cores multiply fp8 directly from SM 89 on, on
+    SM 90 except in narrow tiles. No loop moves codes or decoded weights through shared memory: only scales, which take
+    fewer stores. Products of few rows load codes before they wait for their input, and use shared memory for sums only.
+    Partial sums of divided products are stored before a program's arrival, and read after the last one's."""
     found = facts["quantized"]
     expected = {"scaled", "narrow", "few rows", "tiled", "split", "split, normed", "fp8", "int4", "mxfp4", "rows"}
     experts = {f"experts, {form}" for form in ("scaled", "fp8", "int4", "mxfp4")}

@@ -40,7 +40,7 @@ def test_halves_give_float64s_result_wherever_a_request_is_cut(case):
 
 @pytest.mark.parametrize("name", ["draft", "one request"])
 def test_halves_of_a_batch_with_lengths_on_the_device_alone(name):
-    """B4: where all requests have as many new tokens."""
+    """B4: if all requests have the same number of new tokens."""
     stage = Stage(CASES[name], "cpu")
     batch = stage.batch()
     batch.geometry = replace(batch.geometry, host=None)
@@ -95,8 +95,8 @@ class TestCut:
         ids=lambda f: f.name,
     )
     def test_every_field_goes_where_it_says(self, field):
-        """B4: token fields are divided, fields of the cut request and shared fields go to both halves, plans and marks
-        to neither."""
+        """B4: token fields are divided, fields of the divided request and shared fields go to both halves, plans and
+        marks to neither."""
         batch = uncaptured()
         first, second = split_batch(batch, BatchSplit(2, 1))
         if field in GEOMETRY:
@@ -113,7 +113,7 @@ class TestCut:
             assert halves == (value, value)
 
     def test_lengths_are_those_of_each_half(self):
-        """The cut request's prefix in the second half includes the tokens that the first half runs."""
+        """In the second half, the prefix of the divided request includes the tokens that the first half runs."""
         batch = uncaptured()
         first, second = (half.geometry for half in split_batch(batch, BatchSplit(2, 1)))
         assert first.host == HostLengths([2, 1, 1], [7, 8, 7]) and second.host == HostLengths([2], [9])
@@ -126,7 +126,7 @@ class TestCut:
         assert batch.geometry.seq_lens.tolist() == [100, 101, 102], "the whole batch keeps its own"
 
     def test_every_length_of_a_geometry_is_one_that_a_cut_changes(self):
-        """B4: a new length field without a rule for cut requests is reset to None, not copied from the whole
+        """B4: a new length field without a rule for divided requests is reset to None, not copied from the whole
         request."""
         assert {field.name for field in GEOMETRY if field.metadata["split"] == "length"} == LENGTHS
 
@@ -169,7 +169,7 @@ class TestCut:
         [({"captured": True}, "captured"), ({"mode": ForwardMode.TARGET_VERIFY}, "target_verify")],
     )
     def test_what_a_graph_reads_and_what_leaves_no_state_is_split_between_requests(self, changes, named):
-        """Static memory holds one length a request, and a verify leaves every state as it was."""
+        """Static memory holds one length per request, and a verify changes no state."""
         with raises_naming(PlanError, named, 2, "request 1"):
             split_request(dataclasses.replace(two_requests(), **changes), BatchSplit(1, 2), (0, 1))
 

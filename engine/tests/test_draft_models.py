@@ -237,7 +237,7 @@ def test_a_config_alone_is_a_draft_with_random_weights(tmp_path):
 
 @pytest.fixture
 def sums_in_place(monkeypatch):
-    """Projections put their sum into the memory of what they add to, as they do on a GPU."""
+    """Projections add to the residual in place, as on a GPU."""
     product = Linear.forward
 
     def forward(self, x, *, norm=None, activate=None, onto=None):

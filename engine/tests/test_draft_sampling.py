@@ -51,7 +51,7 @@ def test_the_best_one_is_what_the_sampler_chooses(kernel_device: str) -> None:
 
 
 def test_a_draft_with_fewer_tokens_has_the_noise_of_the_targets(kernel_device: str) -> None:
-    """The noise is that of the target's full vocabulary, of which the other tokens cannot be chosen."""
+    """The noise is that of the target's full vocabulary; its other tokens cannot be chosen."""
     logits, batch = some_logits(300), rows_of(kernel_device)
     ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))[:300].sort().values
     whole = torch.full((len(HEATS), VOCAB), -torch.inf).index_copy_(1, ids, logits)

@@ -1,4 +1,4 @@
-"""Embeddings against transformers on the same checkpoint: the same hidden states, pooled by code of its own."""
+"""Embeddings against transformers on the same checkpoint: the same hidden states, pooled by independent code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def hidden_states(folder: Path, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
-    """By transformers' base model, ``[tokens, hidden]`` of one prompt at a time, in float32."""
+    """Return hidden states ``[tokens, hidden]`` by transformers' base model, one prompt at a time, in float32."""
     from transformers import AutoModel
 
     with torch.inference_mode(), without_fla():
@@ -66,7 +66,7 @@ def prompts(sequences: list[list[int]]) -> list[list[int]]:
 )
 @pytest.mark.sample(1)
 def test_embeddings_equal_pooled_hidden_states_of_transformers(model_type, each, make_oracle, prompts):
-    """Whole prompts in one batch, and prompts cut in pieces, for which the cache must be right."""
+    """Whole prompts in one batch, and chunked prompts, which read the cache."""
     folder = make_oracle(model_type).folder
     states = hidden_states(folder, prompts)
     for settings in each:
@@ -81,7 +81,7 @@ def test_embeddings_equal_pooled_hidden_states_of_transformers(model_type, each,
 @pytest.mark.parametrize("name", TINY_CONFIGS)
 @pytest.mark.sample(2)
 def test_prompts_in_pieces_give_the_vectors_of_whole_ones(name, prompts):
-    """For every architecture: rows of the cache and states of linear layers go on from piece to piece."""
+    """For every architecture: each chunk continues with the cache rows and linear states of the previous one."""
     whole = Embedder(f"tiny:{name}", device="cpu", pooling="mean").embed(prompts)
     pieces = Embedder(f"tiny:{name}", device="cpu", pooling="mean", chunked_prefill_size=9, page_size=8).embed(prompts)
     for one, other in zip(whole, pieces, strict=True):
@@ -109,7 +109,7 @@ def bare(make_oracle, tmp_path):
 
 @pytest.mark.parametrize("model_type", ["qwen3", "mistral"])
 def test_a_checkpoint_of_a_base_model_is_embedded_and_cannot_generate(model_type, bare, prompts):
-    """As Qwen3-Embedding is saved: from ``Qwen3Model``."""
+    """Saved from ``Qwen3Model``, like Qwen3-Embedding."""
     folder = bare(model_type)
     found = Embedder(folder, device="cpu").embed(prompts)
     for embedding, states in zip(found, hidden_states(folder, prompts), strict=True):
@@ -153,7 +153,7 @@ def test_the_context_says_that_nothing_is_decoded_and_how_prompts_run(monkeypatc
     ids=["number", "tokens", "pages"],
 )
 def test_many_prompts_run_within_the_limits_of_the_context(pages, context, lengths, together, monkeypatch):
-    """As many at a time as fit, by each of the limits alone; and nothing is held afterwards."""
+    """Each limit alone bounds the number of requests at a time; nothing is held afterwards."""
     page = bytes_per_page(load_model("tiny:qwen3_next"), 4, DType.FLOAT32, torch.float32)
     monkeypatch.setattr("attnplug_engine.serving.embedding.STEP_TOKENS", 64)
     monkeypatch.setattr("attnplug_engine.serving.sizing._CPU_CACHE_BYTES", pages * page)
@@ -223,7 +223,7 @@ def test_a_prompt_that_memory_cannot_hold_is_refused(monkeypatch):
 
 
 def test_a_model_whose_tokens_see_later_ones_is_refused(make_oracle):
-    """Such a model, as gte-Qwen2 is by its config, would get wrong vectors from causal attention."""
+    """Causal attention would give wrong vectors for such a model (gte-Qwen2, by its config)."""
     folder = make_oracle("llama").folder
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "is_causal": False}))

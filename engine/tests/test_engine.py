@@ -126,7 +126,7 @@ def test_statistics_count_tokens_by_what_they_were_for(engine):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """tiny:llama as a checkpoint, whose tokenizer has more tokens than the model: 0 to 129, "t0" to "t129"."""
+    """tiny:llama as a checkpoint. Its tokenizer has more tokens than the model: 0 to 129, "t0" to "t129"."""
     folder = tmp_path_factory.mktemp("checkpoint")
     source = RandomCheckpoint.tiny("tiny:llama")
     build_model(source, load_spec("tiny:llama"), dtype=torch.float32, device="cpu")
@@ -199,7 +199,7 @@ class TestStopTexts:
         assert some[1].token_ids == free[1].token_ids[: free[1].text.index(free[1].text[3]) + 1]
 
     def test_a_request_that_is_aborted_while_a_step_runs_is_looked_at_no_more(self, engine, monkeypatch):
-        """As by an iterator that is collected just then. Its token of that step does not count."""
+        """Same as by an iterator that is garbage-collected at that moment. Its token of that step does not count."""
         aborted, other = (engine.add("hello", SamplingParams(6, stop=("?!?",), logprobs=1)) for _ in range(2))
         engine.step()
         original = engine.runner.launch
@@ -217,7 +217,8 @@ class TestStopTexts:
 
 
 def test_logprobs_are_those_of_the_model(make_oracle):
-    """Before temperature, natural logarithm; against transformers, in a batch with one that does not ask."""
+    """Before temperature, natural logarithm; compared with transformers, in a batch with a request without log
+    probabilities."""
     oracle = make_oracle("llama")
     engine = Engine(oracle.folder, device="cpu", page_size=4, chunked_prefill_size=5, ignore_eos=True)
     prompt = [5, 6, 7, 8, 9, 10, 11]

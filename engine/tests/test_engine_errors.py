@@ -177,7 +177,7 @@ def poison(engine: Engine, layer: int) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_nan_in_logits_ends_the_request_that_has_it_and_no_other(overlap):
-    """Also where it has a row in the next step already, which runs."""
+    """Also if it already has a row in the next step, which runs."""
     engine = Engine("tiny:llama", device="cpu", page_size=4, prefix_cache=False, overlap=overlap)
     wanted = engine.generate([[1, 2, 3]], max_tokens=4, stop_token_ids=frozenset({9}))[0]
     poison(engine, 1)
@@ -218,7 +218,7 @@ def test_a_table_that_memory_cannot_hold_is_an_error(monkeypatch):
 
 
 class TestABackendThatCannotBeBuilt:
-    """D2: it has the highest preference and pages of its own size, and nothing speaks against it until it is built."""
+    """D2: it has the highest preference and another page size, and no refusal until it is built."""
 
     @pytest.fixture(autouse=True)
     def installed(self, monkeypatch: pytest.MonkeyPatch) -> Registry:
@@ -231,7 +231,7 @@ class TestABackendThatCannotBeBuilt:
         return installed
 
     def test_auto_runs_on_the_next_one_with_a_warning(self, engine: Engine) -> None:
-        with pytest.warns(PluginWarning, match=r"odd \(odd-dist 1\.2\.3\).*no kernel image.*auto goes on without it"):
+        with pytest.warns(PluginWarning, match=r"odd \(odd-dist 1\.2\.3\).*no kernel image.*auto continues without it"):
             fallen_back = Engine("tiny:llama", device="cpu", num_pages=64, max_batch=4)
         assert fallen_back.selection.choices[Role.PREFILL].chosen_name == "torch_native"
         assert fallen_back.runner.capacity.page_size == fallen_back.selection.page_size == 64

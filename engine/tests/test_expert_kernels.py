@@ -25,7 +25,7 @@ FLIPPED = (16, 32, 32, 1, 2, True), (16, 32, 16, 1, 2, True)
 
 
 def kernels(name: str) -> ModuleType:
-    """A module of kernels, which are interpreted where there is no GPU."""
+    """A module of kernels, interpreted without a GPU."""
     pytest.importorskip("triton")
     return import_module(f"attnplug_engine.kernels.{name}")
 
@@ -173,7 +173,7 @@ def test_half_precision_is_summed_in_single(device):
 @on_every_device
 @pytest.mark.parametrize("chosen_tiles", [ONE_PAIR, BLOCKS], ids=["alone", "blocks"])
 def test_the_shared_expert_and_the_residual_are_in_the_last_sum(chosen_tiles, device):
-    """They and the gates are views in wider tensors, as the model has them."""
+    """These and the gates are views of wider tensors, as in the model."""
     layer = Layer(device=device)
     x, (topk_ids, topk_weights) = layer.made(3, layer.hidden), layer.routing(3, 2)
     shared, onto, gates = layer.made(3, 100)[:, :40], layer.made(3, 80)[:, 40:], layer.made(3, 6)
@@ -191,7 +191,7 @@ def test_the_shared_expert_and_the_residual_are_in_the_last_sum(chosen_tiles, de
 @on_every_device
 @pytest.mark.parametrize("gated", [True, False])
 def test_a_shared_expert_may_be_some_more_of_the_same(gated, device):
-    """Twice as wide as a routed one, taken whole or in a share."""
+    """Twice as wide as a routed expert, added fully or with a gate."""
     layer = Layer(gated, device=device)
     x, (topk_ids, topk_weights) = layer.made(2, layer.hidden), layer.routing(2, 2)
     wide = layer.made((4 if gated else 2) * layer.width, layer.hidden), layer.made(layer.hidden, 2 * layer.width)
@@ -298,7 +298,7 @@ def test_a_row_of_nan_chooses_experts_that_exist(device):
 )
 @pytest.mark.sample(2)
 def test_a_model_has_the_same_experts_on_kernels(name, tokens, device, monkeypatch):
-    """On a CPU the model is made to believe that it may use them."""
+    """On a CPU the model is patched to use them."""
 
     def run(on: str) -> Tensor:
         module = load_model(f"tiny:{name}", dtype=torch.float32, device=on).module

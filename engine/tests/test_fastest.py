@@ -50,7 +50,7 @@ def attnplug_backends():
 
 
 class TestThirdParties:
-    """Backends of a plugin that knows nothing of schedules, beside the embedded one."""
+    """Backends of a plugin without schedules, in addition to the embedded one."""
 
     @pytest.mark.parametrize("model_type", ["llama", "deepseek_v3"])
     def test_alternating_steps_give_the_tokens_of_transformers(

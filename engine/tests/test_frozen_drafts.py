@@ -100,7 +100,7 @@ def plain(model: str) -> list[list[int]]:
     ids=str,
 )
 def test_tokens_are_those_of_an_engine_without_a_draft(model, settings, assistants, monkeypatch):
-    """By a random assistant, and by one that knows the accepted tokens."""
+    """With a random assistant, and with one that knows the accepted tokens."""
     folder, _ = assistants(model)
     assert tokens(drafting(model, folder, **settings), PROMPTS, params(PROMPTS, NEW)) == plain(model)
     Coach(monkeypatch, PROMPTS, longer(model))
@@ -236,7 +236,7 @@ def test_each_steps_logits_are_those_of_float64_over_the_committed_rows(model, d
 
 
 def test_its_backend_is_a_second_one_over_the_targets_rows(assistants, monkeypatch):
-    """So the target has all the memory that there is for rows."""
+    """All memory for cache rows belongs to the target."""
     monkeypatch.setattr("attnplug_engine.serving.sizing._CPU_CACHE_BYTES", 1 << 20)
     one = drafting(LLAMA, assistants()[0])
     draft = one.rounds.draft

@@ -137,8 +137,8 @@ def test_same_tokens_on_every_extend_path(oracles, name, path, capacity):
 )
 @pytest.mark.sample(2)
 def test_same_tokens_when_prompts_arrive_while_others_decode(oracles, name, path, splits, monkeypatch):
-    """C1: MLA layers run the decodes apart from chunks as MHA. Prompts begin with cached pages, and end in chunks of
-    one token."""
+    """C1: MLA layers run decodes separately from chunks, which run as MHA. Prompts begin with cached pages, and end in
+    chunks of one token."""
     halves: list[list[ForwardMode]] = []
     plan_apart = MLAAttention.plan_apart
 
@@ -252,7 +252,7 @@ def test_same_tokens_on_every_extend_path_on_a_gpu(oracles, path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("path", [ExtendPath.ONE_SHOT, ExtendPath.CHUNKED])
 def test_same_tokens_when_prompts_arrive_while_others_decode_on_a_gpu(oracles, path):
-    """C1: in eager steps, which run decodes apart from chunks."""
+    """C1: in eager steps, which run decodes separately from chunks."""
     policy, oracle = ExtendPolicy(forced=path, chunk_capacity=8), oracles("deepseek_v3")
     options = {"page_size": 4, "chunked_prefill_size": 12, "disable_prefill_cuda_graph": True, "ignore_eos": True}
     arrive(Engine(oracle.folder, device="cuda", extend_policy=policy, **options), oracle)

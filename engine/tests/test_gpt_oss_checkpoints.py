@@ -1,4 +1,4 @@
-"""gpt-oss as it is published: stacked MXFP4 experts, kept as stored, with the tokens of transformers."""
+"""gpt-oss in its published form: stacked MXFP4 experts, kept as stored, with the tokens of transformers."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_ranks_divide_experts_between_groups(width, make_oracle, make_stage, seq
 
 
 def test_more_ranks_than_groups_are_refused_with_those_that_work(make_oracle, tmp_path):
-    """They divide the heads, too: 4 heads exclude 3 ranks."""
+    """They also divide the heads: 4 heads exclude 3 ranks."""
     folder = published_gpt_oss(make_oracle("gpt_oss", intermediate_size=96).folder, tmp_path / "q")
     with pytest.raises(ParallelError, check=having("96", "1 or 2", fitting=(1, 2))):
         load(folder, parallel=Threads(4).rank(0))

@@ -18,15 +18,17 @@ import pytest
 import torch
 from refilled_native import Recorded, Refilled, RefilledDelta, RefilledNative, Refilling, build, captured
 
-from attnplug import BackendError, DType, PlanError, PoolError, UsageError, WorkspaceKind
+from attnplug import BackendError, Claims, DType, GraphLevel, PlanError, PoolError, UsageError, WorkspaceKind
+from attnplug.contract.batch import BackendId
 from attnplug.declare.errors import WorkspaceError
 from attnplug.host import TINY_CONFIGS
 from attnplug.machine.runtime import runtime_of
+from attnplug.wrappers.forwarding import SplitBackend
 from attnplug_engine import Engine, EngineOptions, SamplingParams
 from attnplug_engine.execution.runner import Phase
 from attnplug_engine.graphs.capture_check import CaptureMismatch
 from attnplug_engine.graphs.step_graphs import capture_steps
-from attnplug_engine.serving.start_up import capture_graphs
+from attnplug_engine.serving.start_up import capture_graphs, limited_by
 from attnplug_engine.settings.capture_sizes import default_sizes
 from attnplug_testing.errors import having, missing_values, naming
 
@@ -308,7 +310,7 @@ class StaleSlots(RefilledDelta):
 
 
 class StalePages(Refilling):
-    """Reads the pages of the capture, in which there were only padded requests."""
+    """Reads the pages of the capture, which had only padded requests."""
 
     def refill(self, plan, geometry):
         super().refill(plan, replace(geometry, page_table=torch.zeros_like(geometry.page_table)))
@@ -364,7 +366,7 @@ class LoudPadding(Refilling):
 
 
 class WritesPadding(Refilling):
-    """Faulty backend whose padded requests write to the first row of the pool, which may be some request's."""
+    """Faulty backend: padded requests write to the first row of the pool, which may belong to a request."""
 
     def refill(self, plan, geometry):
         super().refill(plan, geometry)
@@ -470,6 +472,14 @@ class TestSizes:
 
     def test_an_engine_says_why_it_captured_nothing(self):
         assert str(engine().graphs) == "none: the device is cpu"
+
+    def test_backends_inside_nested_wrappers_are_named(self):
+        """A9"""
+        able = Claims(cuda_graph=GraphLevel.ALWAYS)
+        one, other = (SimpleNamespace(backend_id=BackendId(name), claims=able) for name in ("one", "other"))
+        weak = SimpleNamespace(backend_id=BackendId("weak"), claims=Claims())
+        assert limited_by(SplitBackend(one, SplitBackend(other, weak)), "cuda_graph") == ("weak",)
+        assert limited_by(one, "cuda_graph") == ()
 
     @pytest.mark.parametrize(
         ("settings", "why"),

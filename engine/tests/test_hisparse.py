@@ -206,7 +206,7 @@ def test_drafts_of_v4_that_are_rejected_leave_no_entry_on_the_device():
 @pytest.mark.parametrize("model", [SPARSE[1], V4])
 @pytest.mark.sample(1)
 def test_kernels_serve_the_engines_batches(model, expected, monkeypatch):
-    """As they are planned: slots of requests that decode are a column of a table."""
+    """Inputs as planned: slots of decoding requests are a column of a table."""
     from attnplug_sparse.hisparse import triton_swap
 
     monkeypatch.setattr(triton_swap, "_MAX_COPIERS", 1)
@@ -220,7 +220,7 @@ def test_kernels_serve_the_engines_batches(model, expected, monkeypatch):
 
 
 def differences(found: list[list[int]], wanted: list[list[int]]) -> str:
-    """Prompts whose tokens differ, and the first place where they do."""
+    """Prompts with different tokens, and the first difference of each."""
     events = []
     for number, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
         if mine != theirs:
@@ -286,7 +286,7 @@ def test_an_fp8_cache_is_moved_as_it_is_stored():
 
 
 def test_an_fp8_cache_uses_the_scale_of_each_layer(tmp_path):
-    """E5: all layers share the memory of new and staged rows, and each has a scale of its own."""
+    """E5: all layers share the memory of new and staged rows, and have different scales."""
     source = RandomCheckpoint.tiny(SPARSE[1])
     layers = len(load_model(SPARSE[1], dtype=torch.float32, device="cpu", source=source).module.layers)
     source.save(tmp_path)
@@ -400,7 +400,7 @@ def test_pages_are_as_many_as_host_and_device_have_room_for(monkeypatch: pytest.
 
 
 def test_a_backend_that_reads_rows_by_the_page_table_is_refused(attnplug: Attnplug):
-    """By a fake backend's claims, see core; here all backends with sparse layers that are installed are checked."""
+    """Core tests the claims of a fake backend; here all installed backends for sparse layers are checked."""
     served = attnplug("explain", "--model", SPARSE[1], "--device", "cpu", "--enable-hisparse")
     assert served.code == 0 and "decode: torch_sparse" in served.out
     refused = attnplug("explain", "--model", "tiny:llama", "--device", "cpu", "--enable-hisparse")

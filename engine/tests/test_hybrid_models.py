@@ -83,7 +83,7 @@ MODELS = {
 
 @pytest.fixture
 def prompts():
-    """Three requests of different lengths; the last tokens are to be decoded one by one."""
+    """Three requests of different lengths; their last tokens will be decoded one by one."""
     random = torch.Generator().manual_seed(11)
     return [torch.randint(0, 128, (length + DECODED,), generator=random).tolist() for length in (13, 1, 21)]
 

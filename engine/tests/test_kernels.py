@@ -177,7 +177,7 @@ def test_gated_products_of_many_rows_are_those_that_give_all_processors_work() -
 def test_products_that_shared_memory_has_no_room_for_are_a_librarys(
     room: int, gated: bool, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """KiB of SM 89, 80 and 90: Triton raises where a program asks for more."""
+    """Parametrized by KiB of SM 89, 80 and 90: Triton raises if a program needs more."""
     from attnplug_engine.kernels import gemm_tiles
 
     monkeypatch.setattr(gemm_tiles, "shared_memory", lambda device: room << 10)
@@ -200,7 +200,7 @@ def test_a_program_loads_a_bounded_part_of_the_matrix_at_once(shape: tuple[int, 
 
 
 class Norm(torch.nn.Module):
-    """Stand-in with the interface of ``RMSNorm``, whose weights are not read."""
+    """Stand-in with the interface of ``RMSNorm``. Its weights are not read."""
 
     def __init__(self, gain: Tensor) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ def turn_and_twin(pairs: bool, device: str, dim: int = 16) -> tuple[Any, Any]:
 
 
 def rotated(twin: Any, x: Tensor) -> Tensor:
-    """By torch in float64, on the CPU."""
+    """Reference by torch in float64, on the CPU."""
     if not isinstance(twin, PairRotation):
         return twin.apply(x.cpu().double())
     pairs = torch.view_as_complex(x.cpu().double().contiguous().unflatten(-1, (-1, 2)))
@@ -390,7 +390,8 @@ def logits_of(model: LoadedModel, rows: int, device: str) -> Tensor:
 def test_a_model_by_kernels_is_as_near_to_float64_as_by_torch(
     model_type: str, rows: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few rows, which products take, and more, between whose products are norms and gates. On a CPU interpreted."""
+    """Few rows, with norms and gates fused into GEMMs, and more rows, with separate norms and gates. Interpreted on a
+    CPU."""
     wanted = logits_of(tiny(model_type, torch.float64, "cpu"), rows, "cpu")
     model = tiny(model_type, TYPES[device], device)
     monkeypatch.setattr(kernels, "usable", lambda _: False)

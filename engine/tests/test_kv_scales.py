@@ -93,7 +93,7 @@ def test_weights_of_a_model_that_is_quantized_otherwise_are_plain(keys, make_ora
 
 
 def test_an_fp8_cache_of_a_draft_uses_the_scales_of_its_checkpoint(shared_oracle, tmp_path):
-    """E5: all of its proposals are those of the target, whose rows are small."""
+    """E5: all of its proposals are those of the target, which has small rows."""
     folder = shared_oracle("llama").folder
     draft = with_large_rows(folder, tmp_path / "large", LARGE)
     speculation = {"speculative_algorithm": "standalone", "speculative_draft_model": str(draft)}

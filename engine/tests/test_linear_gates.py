@@ -19,7 +19,7 @@ ROWS = 3
 
 @pytest.fixture
 def gates() -> ModuleType:
-    """The kernels, which are interpreted where there is no GPU."""
+    """The kernels, interpreted without a GPU."""
     pytest.importorskip("triton")
     return import_module("attnplug_engine.kernels.linear_gates")
 

@@ -116,7 +116,7 @@ def test_each_slot_is_another_one_and_holds_what_was_written_a_ring_ago() -> Non
 
 
 def test_memory_is_given_back_when_no_step_reads_or_writes_it_any_more() -> None:
-    """torch hands pinned memory on at once, since it does not know of kernels that use it."""
+    """torch reuses pinned memory immediately, because it does not know the kernels that use it."""
     mailbox, waited = make("cpu")[0], []
     for step in range(SLOTS):
         input_slots = weakref.ref(mailbox.input_slots)

@@ -56,7 +56,7 @@ def test_product_of_a_large_weight_by_onednn(rows, monkeypatch):
 
 @pytest.fixture
 def packing(monkeypatch):
-    """As without MKL."""
+    """Same as without MKL."""
     if not room._ONEDNN:
         pytest.skip("torch has no oneDNN here")
     monkeypatch.setattr(room, "_MKL", False)
@@ -65,7 +65,7 @@ def packing(monkeypatch):
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 8, 65])
 def test_product_of_a_packed_weight(rows, packing, monkeypatch):
-    """A single row is multiplied by the weight as it is."""
+    """A single row is multiplied by the original weight."""
     calls, multiply = [], room._ONEDNN
     monkeypatch.setattr(room, "_ONEDNN", lambda *of: calls.append(1) or multiply(*of))
     check(rows)
@@ -87,7 +87,7 @@ def test_weights_are_packed_if_they_take_a_small_part_of_the_memory(lookahead, p
 
 @pytest.mark.parametrize("error", [AttributeError, RuntimeError])
 def test_without_the_operator_onednn_is_not_used(error, monkeypatch):
-    """It is private to torch: a release may drop it, or call it otherwise."""
+    """The operator is private to torch: a release may remove or rename it."""
 
     def gone(*_: object) -> torch.Tensor:
         raise error("_linear_pointwise")

@@ -153,7 +153,7 @@ def plan_for_two_ranks(device: str, weights: int, divisible: tuple[int, ...]) ->
     ],
 )
 def test_the_rank_counts_of_a_refusal_are_those_that_are_enough(divisible, advice, monkeypatch):
-    """E5: 8 MiB of each of two ranks, where 3 MiB are free, need 6 ranks."""
+    """E5: 8 MiB on each of two ranks with 3 MiB of free memory need 6 ranks."""
     monkeypatch.setattr(sizing, "free_memory", lambda device: 3 << 20)
     with pytest.raises(PoolError, match=f"and 3.0 MiB are free; {advice}$"):
         plan_for_two_ranks("cuda", 8 << 20, divisible)

@@ -1,4 +1,5 @@
-"""Limits of mixed steps: prefill beside decoding requests takes the inter-token latency, at every position."""
+"""Limits of mixed steps: prefill in steps with decoding requests takes at most the inter-token latency, at every
+position."""
 
 from __future__ import annotations
 

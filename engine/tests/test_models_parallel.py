@@ -1,4 +1,4 @@
-"""Tensor parallelism: ranks give the logits of one process, exchange what they must and nothing else."""
+"""Tensor parallelism: ranks give the logits of one process, with the minimum of collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Multimodal checkpoints, whose text model is a section of the config: same tokens as transformers for text."""
+"""Multimodal checkpoints with the text model in a section of the config: same tokens as transformers for text."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_stored_head_is_not_tied(oracle, tmp_path):
 
 
 def test_a_head_is_tied_if_its_class_says_so_and_the_config_does_not(oracle, tmp_path):
-    """As in published Gemma 3."""
+    """Same as in published Gemma 3."""
     made = oracle("gemma3")
 
     def change(config: dict[str, Any]) -> None:

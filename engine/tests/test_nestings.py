@@ -121,8 +121,7 @@ def plain(model: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("nesting", nestings(), ids=str)
 def test_every_nesting_gives_the_tokens_of_a_plain_engine(nesting: Nesting, monkeypatch: pytest.MonkeyPatch):
-    """A9, B1, B4: all run prefills in halves, and eager rounds with a plan stream where lengths may stay on the
-    device."""
+    """A9, B1, B4: all run prefills in halves, and eager rounds with a plan stream if lengths may stay on the device."""
     expected = plain(nesting.model)
     for module in ("execution.runner", "speculation.draft_runner"):
         monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", nesting.build)

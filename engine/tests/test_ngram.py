@@ -45,7 +45,7 @@ def proposed(
 
 
 def naive(text: Sequence[int], steps: int, topk: int = 1, most: int = 5, least: int = 2) -> list[list[int]]:
-    """By looking at every place, for the longest suffix first, and at the latest place first."""
+    """Reference: search every position for the longest suffix, the latest position first."""
     chains: list[list[int]] = []
     for length in range(min(most, len(text) - 1), least - 1, -1):
         for after in range(len(text) - 1, length - 1, -1):  # the place of the token that follows

@@ -82,7 +82,7 @@ def test_same_tokens_as_without_overlap(model: str, settings: dict[str, Any]) ->
 
 
 def test_a_step_is_launched_before_the_one_before_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its token is not known yet, and is taken from the device. The last token is not waited for with another step."""
+    """Its token is not known yet and is read on the device. No further step is launched after the last token."""
     engine = make(prefix_cache=False)
     events: list[str] = []
     launch, finish = engine.runner.launch, engine.scheduler.finish_step
@@ -127,7 +127,7 @@ def test_a_stop_text_ends_a_request_and_no_other() -> None:
     ("model", "where"), [("tiny:llama", "launch"), ("tiny:llama", "tokens"), ("tiny:minimax", "tokens")]
 )
 def test_a_failure_takes_back_all_that_is_in_flight(model: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every step in turn; afterwards requests go on with the tokens they get anyway."""
+    """A failure at each step in turn. Afterwards, requests continue with the same tokens."""
     engine = make(model, state_checkpoint=8, chunked_prefill_size=16)
     requests, params = prompts()[1:4], [SamplingParams(7), *PARAMS[1:3]]
     expected = [one.token_ids for one in engine.generate(requests, params)]
@@ -249,7 +249,7 @@ def test_a_random_walk_of_arrivals_aborts_and_failures_changes_no_tokens(walked,
 
 
 def test_ranks_with_more_memory_than_others_run_the_same_schedule() -> None:
-    """By default a pool is as large as a rank's free memory allows; where that differs, the smallest decides."""
+    """By default a pool is as large as the free memory of a rank allows; the rank with the least memory decides."""
     prompts = [[start, *range(18)] for start in range(4)]
     expected = [one.token_ids for one in make(ignore_eos=True).generate(prompts, max_tokens=12)]
 

@@ -138,7 +138,7 @@ class TestTokens:
 
 
 def stepped(one: Engine, new: int = 40, prompts: int = 1) -> list[list[str]]:
-    """Past the prefill and the first round; the backends' lists of what they plan, the target's first, are empty."""
+    """An engine after its prefill and first round. The backends' lists of plans, the target's first, are empty."""
     for prompt in PROMPTS[:prompts]:
         one.add(prompt, SamplingParams(new))
     one.step()

@@ -50,7 +50,7 @@ def flags(mode: str) -> dict[str, object]:
     ],
 )
 def test_the_pooling_is_the_checkpoints(saved, pooling, expected):
-    """As sentence-transformers writes it, before and after its version 5.4; without a mode it takes the mean."""
+    """In the formats of sentence-transformers before and after version 5.4; without a mode the mean is used."""
     folder = saved([TRANSFORMER, POOLING], pooling)
     rules = read_rules(folder)
     assert (rules.pooling, rules.normalize, rules.source) == (expected, False, str(folder / "modules.json"))
@@ -70,7 +70,7 @@ def test_without_files_it_is_the_last_token_normalised(tmp_path):
 @pytest.mark.parametrize(
     ("modules", "pooling", "fragment"),
     [
-        ([TRANSFORMER, POOLING], flags("max_tokens"), r"1_Pooling.config\.json asks for the pooling max,.*--pooling"),
+        ([TRANSFORMER, POOLING], flags("max_tokens"), r"1_Pooling.config\.json requires the pooling max,.*--pooling"),
         ([TRANSFORMER, POOLING], {"pooling_mode": ["mean", "max"]}, "the pooling mean and max"),
         ([TRANSFORMER, POOLING], {"pooling_mode": 3}, "the pooling 3"),
         ([TRANSFORMER, POOLING], [], "not an object"),

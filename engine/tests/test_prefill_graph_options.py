@@ -1,4 +1,4 @@
-"""Options of captured prefills, and a captured backend beside the one that prefills eagerly."""
+"""Options of captured prefills, and a captured backend in addition to an eager prefill backend."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class TestOptions:
 
 
 class TestAside:
-    """A backend that prefills and cannot be captured, beside one that decodes and can."""
+    """A prefill backend that cannot be captured, with a decode backend that can."""
 
     @pytest.fixture(autouse=True)
     def both(self, native, monkeypatch: pytest.MonkeyPatch):
@@ -123,7 +123,7 @@ class TestAside:
 
     @pytest.mark.parametrize("model", MODELS[:2])
     def test_short_prefills_are_replayed_on_the_one_that_can(self, model):
-        """MLA extends absorbed there, and as MHA where it runs eagerly."""
+        """Captured MLA extends run absorbed, eager ones as MHA."""
         each = [SamplingParams(max_tokens=2 + number % 5) for number in range(12)]
         graphs, eager = captured(engine(model, overlap=True)), engine(model)
         assert tokens(graphs, prompts(), each) == tokens(eager, prompts(), each)

@@ -24,7 +24,7 @@ NGRAM = {"speculative_algorithm": "ngram", "speculative_num_steps": 3}
 
 
 class TestSpeculation:
-    """The target's prefills are replayed beside rounds; a draft follows each."""
+    """The target's prefills are replayed between rounds, each followed by the draft's."""
 
     @pytest.fixture(autouse=True)
     def both(self, native, monkeypatch: pytest.MonkeyPatch):
@@ -65,8 +65,8 @@ class TestSpeculation:
         ],
     )
     def test_drafts_read_and_propose_the_same(self, model, settings, draft, monkeypatch):
-        """Prompts run in chunks, the last of which ends several requests at once. A draft whose backend captures no
-        extends runs eagerly behind the target's graph."""
+        """Prompts run in chunks; the last chunk ends several prompts at once. A draft whose backend captures no extends
+        runs eagerly behind the target's graph."""
         own = partial(build, kind=draft)
         monkeypatch.setattr("attnplug_engine.speculation.draft_runner.build_selection", own)
         eager, graphs = (engine(model, chunked_prefill_size=20, **settings) for _ in range(2))

@@ -38,7 +38,7 @@ class TestMLAAsMHA:
     @pytest.mark.parametrize("fill", [0, 6])
     @pytest.mark.sample(2)
     def test_tokens_are_those_of_eager_prefills(self, model, overlap, fill, native):
-        """Prompts of up to 30 tokens in steps of up to 23, beside requests that decode, padded by empty requests."""
+        """Prompts of up to 30 tokens in steps of up to 23, with decoding requests, padded by empty requests."""
         each = [SamplingParams(max_tokens=2 + number % 5) for number in range(12)]
         native(partial(AnyRagged, fill=fill))
         graphs = captured(engine(model, overlap=overlap, chunked_prefill_size=23))
@@ -117,7 +117,7 @@ class TestTokens:
     @pytest.mark.parametrize("model", MODELS)
     @pytest.mark.sample(2)
     def test_replayed_prefills_give_the_tokens_of_eager_ones(self, model, overlap):
-        """Prompts of up to 30 tokens, in chunks and beside requests that decode; steps of more than 22 run eagerly."""
+        """Prompts of up to 30 tokens, in chunks and with decoding requests; steps above 22 tokens run eagerly."""
         each = [SamplingParams(max_tokens=2 + number % 5) for number in range(12)]
         graphs, eager = captured(engine(model, overlap=overlap, chunked_prefill_size=23)), engine(model)
         assert tokens(graphs, prompts(), each) == tokens(eager, prompts(), each)
@@ -127,7 +127,7 @@ class TestTokens:
 
     @pytest.mark.parametrize("model", [*HYBRIDS, *FURTHER])
     def test_linear_states_move_on_in_replayed_prefills(self, model):
-        """Prompts in chunks and beside requests that decode. Padded requests and tokens have no state."""
+        """Prompts in chunks and with decoding requests. Padded requests and tokens have no state."""
         each = [SamplingParams(max_tokens=2 + number % 5) for number in range(5)]
         graphs, eager = captured(engine(model, overlap=True, chunked_prefill_size=9)), engine(model)
         assert tokens(graphs, prompts(5, 15), each) == tokens(eager, prompts(5, 15), each)
@@ -136,8 +136,8 @@ class TestTokens:
         assert states.free_slots == states.num_slots
 
     def test_rows_in_host_memory_are_brought_in_by_the_graph(self):
-        """HiSparse: prompts in chunks, whose prefixes are staged, beside requests that decode from hot buffers. As many
-        rows move as without graphs."""
+        """HiSparse: prompts in chunks with staged prefixes, and requests that decode from hot buffers. The number of
+        moved rows equals that without graphs."""
         model, each = "tiny:deepseek_v32", [SamplingParams(max_tokens=2 + number % 3) for number in range(4)]
         buffers = {"enable_hisparse": True, "hisparse_config": {"device_buffer_size": 16}, "num_pages": 24}
         settings = {**buffers, "chunked_prefill_size": 9, "context_length": 64, "page_size": 16}
@@ -150,7 +150,7 @@ class TestTokens:
         assert one.statistics.replayed_prefills > 3 and not one.statistics.eager_prefills
 
     def test_snapshots_of_linear_states_are_those_of_the_replay(self):
-        """A prefix is found again at a checkpoint, whose state was copied behind a replayed prefill."""
+        """A prefix hit ends at a checkpoint; its state was copied after a replayed prefill."""
         settings = {"prefix_cache": True, "state_checkpoint": 8, "chunked_prefill_size": 16}
         shared, each = prompts(1, 30)[0] * 2, SamplingParams(max_tokens=4)
         graphs, eager = captured(engine(HYBRIDS[0], **settings)), engine(HYBRIDS[0])
@@ -345,7 +345,7 @@ class TestCapture:
         assert one.statistics.replayed_prefills and not one.statistics.eager_prefills
 
     def test_padding_is_a_token_that_there_is(self):
-        """An earlier step, in which the host did not know a token, may have left -1 in its place."""
+        """An earlier step may have left -1 for a token that the host did not know."""
         one = captured(engine())
         inputs, row = one.runner.graphs.prefill.inputs, one.runner.table.max_requests
         request = Request(0, (1, 2, 3), SamplingParams(max_tokens=2))
@@ -374,7 +374,7 @@ class TestCapture:
 
     @pytest.mark.parametrize("keep_all", [True, False], ids=["demanded", "by default"])
     def test_a_graph_that_does_not_fit_is_an_error_or_left_out(self, keep_all, monkeypatch):
-        """Sizes that the user asked for are an error. Default sizes are left out."""
+        """A requested size is an error. Default sizes are left out."""
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (3 << 20, 9 << 20))
         monkeypatch.setattr("attnplug_engine.graphs.step_graphs.runtime_of", lambda _: runtime_of(torch.device("cuda")))
         monkeypatch.setattr("attnplug_engine.graphs.prefill._seconds", lambda *given, waits: float(not waits))

@@ -1,4 +1,4 @@
-"""Output heads that are quantized: found by what is stored, also where the config ties them."""
+"""Quantized output heads: detected by the stored tensors, even if the config ties them."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ on_every_device = pytest.mark.parametrize("device", DEVICES)
 
 
 def kernels(name: str = "quantized_gemm") -> ModuleType:
-    """A module of kernels, which are interpreted where there is no GPU."""
+    """A module of kernels, interpreted without a GPU."""
     pytest.importorskip("triton")
     return import_module(f"attnplug_engine.kernels.{name}")
 
@@ -263,7 +263,7 @@ def test_a_library_that_is_right_is_used():
 @pytest.mark.parametrize("device", DEVICES[1:])
 @pytest.mark.parametrize("scheme", [Fp8Blocks(), Fp8Channels()], ids=["blocks", "channels"])
 def test_many_rows_are_multiplied_on_a_gpu(scheme, device):
-    """By a library for blocks, if there is one, and by the kernel."""
+    """With a library for fp8 blocks, if available, and with the kernel."""
     weight = drawn(scheme, 512, 1024, device)
     x = activations(300, 1024, device)
     wanted = rounded(x, 128) @ weight.dequantized(torch.float64).T
@@ -361,7 +361,7 @@ def test_a_layer_takes_the_kernel_for_its_rows(name, rows, kernel_device, monkey
 @on_every_device
 @pytest.mark.sample(6)
 def test_few_rows_are_multiplied_without_rounding_them(name, rows, width, device):
-    """By a matrix of few rows, with its norm, bias and residual. Behind the rows and columns of the input is NaN."""
+    """With a matrix of few rows, norm, bias and residual. Memory behind the input's rows and columns is NaN."""
     weight, eps = drawn(SCHEMES[name], 72, width, device), 1e-2
     buffer = torch.full((16 + 1, width + 32), float("nan"), device=device, dtype=HALF[device])
     x = buffer[:rows, :width]
@@ -378,7 +378,7 @@ def test_few_rows_are_multiplied_without_rounding_them(name, rows, width, device
 
 @on_every_device
 def test_few_rows_are_multiplied_by_every_code(device):
-    """By matrix rows that each have one code, the subnormal, the largest and NaN among them."""
+    """Each matrix row has one code, including subnormals, the maximum and NaN."""
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, None].repeat(1, 128)
     weight = QuantizedWeight(Fp8Blocks(), codes.to(device), torch.ones(2, 1, device=device), 128)
     x = torch.zeros(4, 128, dtype=HALF[device], device=device)

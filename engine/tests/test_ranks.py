@@ -98,7 +98,7 @@ def waiting(tmp_path: Path) -> Path:
 def started(
     *arguments: str, path: Path | None = None, stderr: int = subprocess.PIPE
 ) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A command in a session of its own, once its first rank has written something, and the ids of its ranks."""
+    """Yield a command in its own session and the process ids of its ranks, after the first rank has written output."""
     environment = {**os.environ, **({} if path is None else {"PYTHONPATH": str(path)})}
     command = [sys.executable, "-m", "attnplug", *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": stderr}
@@ -200,7 +200,7 @@ def ended_ranks(*codes: int, fragment: bytes = b"error: no such prompt\n") -> li
 
 @pytest.mark.parametrize("fragment", [b"error: no such prompt\n", b""])
 def test_an_abort_of_a_rank_following_an_error_is_not_reported(fragment):
-    """Timing decides which of them torch still listens to when the first is gone."""
+    """Timing decides which ranks torch still listens to after the first has exited."""
     assert _wait(ended_ranks(2, -signal.SIGABRT, fragment=fragment)) == 2
 
 
@@ -239,7 +239,7 @@ def test_a_rank_that_lost_the_others_leaves_the_report_to_its_parent(monkeypatch
 
 
 def test_ending_the_command_ends_its_ranks(waiting):
-    """As ``timeout`` or a batch system does it."""
+    """``timeout`` and batch systems do this."""
     with started("wait", path=waiting) as (process, ranks):
         process.terminate()
         written, errors = process.communicate(timeout=120)
@@ -250,7 +250,7 @@ def test_ending_the_command_ends_its_ranks(waiting):
 
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_of_all_processes_is_reported_once(waiting):
-    """As a terminal does it: Ctrl-C reaches the ranks too."""
+    """In a terminal, Ctrl-C also reaches the ranks."""
     with started("wait", path=waiting) as (process, ranks):
         os.killpg(process.pid, signal.SIGINT)
         written, errors = process.communicate(timeout=120)

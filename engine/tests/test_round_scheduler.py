@@ -1,4 +1,4 @@
-"""Scheduling of rounds, over a fake and exact model whose drafts are right with a given probability."""
+"""Scheduling of rounds over a fake exact model. Its drafts are right with a given probability."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NGRAM = Speculation(Algorithm.NGRAM, None, 4)
 
 
 class RoundServing(Serving):
-    """As on a device: rounds are verified there, and the host learns their tokens when they are finished."""
+    """Emulates a device: it verifies rounds, and the host learns their tokens when they are finished."""
 
     def __init__(self, speculation: Speculation = CHAIN, *, right: float = 0.6, seed: int = 0, **settings: Any) -> None:
         self.speculation, self.right, self.random = speculation, right, Random(seed)

@@ -1,4 +1,4 @@
-"""Single steps run by hand: where batches are planned, and the order in which things are built."""
+"""Single steps run by hand: places where batches are planned, and the order of construction."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def chosen(choose: Any, device: str, logits: Tensor, requests: Sequence[Request]
 
 
 def kept(logits: list[float], params: SamplingParams) -> dict[int, float]:
-    """Probabilities by the definition in plain Python: sorted, cut, renormalised."""
+    """Reference probabilities in plain Python: sorted, truncated, renormalised."""
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     order, peak = order[: params.top_k or None], max(logits)
     weights = {token: math.exp((logits[token] - peak) / params.temperature) for token in order}

@@ -48,7 +48,7 @@ def test_a_step_mixes_decoding_requests_with_what_prefill_the_chunk_leaves_room_
 
 
 def test_requests_with_one_new_token_come_first_in_a_mixed_step() -> None:
-    """Attention runs them apart from long chunks only if their rows are contiguous."""
+    """Attention can run them separately from long chunks only if their rows are contiguous."""
     scheduler = Pool().scheduler(max_step_tokens=12)
     scheduler.add(request(0))
     run_step(scheduler)
@@ -288,7 +288,7 @@ def test_only_the_first_admission_of_a_request_counts_in_the_cache_statistics() 
 
 
 def test_a_dropped_step_gives_its_room_back() -> None:
-    """A prefill's pages, as it waits again; a decoding request's new page, as it goes on."""
+    """A prefill returns its pages and waits again; a decoding request returns its new page and continues."""
     pool = Pool()
     scheduler = pool.scheduler()
     decoding = request(0, length=8)

@@ -1,4 +1,4 @@
-"""What the scheduler refuses: requests that never fit, limits, misuse of steps, and sampling parameters."""
+"""Refusals of the scheduler: requests that never fit, limits, misuse of steps, and sampling parameters."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ class TestLinearStates:
         assert serving.step().num_tokens == 4 * 13
 
     def test_a_state_that_is_not_finite_is_not_kept(self) -> None:
-        """It ends at a checkpoint, and others begin with the same tokens."""
+        """The request ends at a checkpoint, and others begin with the same tokens."""
         serving = Serving(pages=64, page_size=4, slots=12, checkpoint=8, chunk=64, bad_at={0: 0})
         bad, good = Request(0, prompt(8), SamplingParams(3)), Request(1, (*prompt(8), 5), SamplingParams(3))
         serving.scheduler.add(bad)

@@ -174,7 +174,7 @@ def test_threads_may_share_an_engine(engine, alone):
 @pytest.mark.parametrize("step_too", [False, True])
 @pytest.mark.sample(1)
 def test_other_threads_neither_add_nor_step_in_the_middle_of_a_step(engine, alone, monkeypatch, step_too):
-    """They wait until the step is done."""
+    """Other threads wait until the step is done."""
     added: list[Request] = []
     other = threading.Thread(target=lambda: engine.step() if step_too else added.extend(add(engine, [2])))
     waited: list[bool] = []

@@ -20,8 +20,7 @@ from attnplug_engine.scheduling.slot_table import SlotTable
 class TableOverPool(RuleBasedStateMachine):
     """Random requests over a real pool: every row reads back exactly what was written for it.
 
-    Each token carries a number of its own. Free pages are NaN, so a row that reads one, or a copy that
-    comes too late, is seen.
+    Each token has a unique number. Free pages are NaN, which shows a row that reads one, or a copy that comes too late.
     """
 
     PAGE_SIZE = 3

@@ -74,7 +74,7 @@ class TestAcceptance:
 
     @pytest.mark.parametrize(("topk", "nodes"), [(4, 13)])
     def test_a_tree_of_such_a_draft_is_accepted_always(self, topk, nodes):
-        """It holds the chain that the draft would propose without branches, greedy or drawn."""
+        """It contains the chain that the draft would propose without branches, greedy or sampled."""
         each = [SamplingParams(20, temperature=0.8 * (number % 2), seed=3) for number in range(len(PROMPTS))]
         one = engine(**standalone(LLAMA), **shaped(4, topk, nodes))
         mine, theirs = ([done.token_ids for done in some.generate(PROMPTS, each)] for some in (one, engine()))
@@ -86,7 +86,7 @@ class TestAcceptance:
         assert rounds(one).acceptance < 0.1
 
     def test_n_grams_are_found_in_repeated_text(self):
-        """A model without layers goes by the last token alone, so that it soon repeats itself."""
+        """A model without layers depends on the last token alone, so it soon repeats itself."""
         one, other = engine(**NGRAM, **shaped(3)), engine()
         for each in (one, other):
             for weight in each.runner.model.layers.parameters():
@@ -282,7 +282,7 @@ class TestServing:
 class TestDistribution:
     @pytest.mark.parametrize("draft", [LLAMA, "tiny:qwen3"])
     def test_drawn_tokens_have_the_targets_distribution(self, draft):
-        """By chi-squared, of the pairs of tokens that follow a prompt; of the four likeliest each."""
+        """Chi-squared test of the pairs of tokens that follow a prompt, among the four most likely tokens each."""
         prompt, kept, drawn = [1, 2, 3], 4, 500
         one = engine(max_batch=50, **standalone(draft), **shaped(2))
         pairs = Counter(

@@ -91,7 +91,7 @@ def test_the_inputs_of_a_replay_are_those_of_its_requests_and_of_nobody_after_th
 
 
 def test_a_request_that_lost_its_pages_computes_all_its_tokens_before_its_next_round():
-    """In chunks, beside the rounds of others."""
+    """Prompts in chunks, in steps with rounds of other requests."""
     one = engine(speculative_algorithm="ngram", num_pages=22, chunked_prefill_size=3, max_batch=3, prefix_cache=False)
     assert tokens(one, 40) == tokens(engine(), 40)
     assert one.scheduler.preemptions

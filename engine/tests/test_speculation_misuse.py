@@ -26,7 +26,7 @@ def refusal(attnplug: Attnplug, *arguments: str) -> str:
 
 @pytest.mark.parametrize("value", ["-3", "1", "100"])
 def test_a_number_of_rows_is_refused_by_its_own_name(value, attnplug: Attnplug):
-    """And not as the number of steps that would follow from it."""
+    """Not the number of steps that follows from it."""
     assert refusal(attnplug, ALGORITHM, "ngram", NODES, value).startswith(f"{NODES} {value} ")
 
 

@@ -98,7 +98,7 @@ def test_the_rows_of_a_verify(kernel_device: str, tree: bool) -> None:
 
 
 def walk(tokens: Sequence[int], parents: Sequence[int], chosen: Sequence[int]) -> list[int]:
-    """The longest path whose every token was chosen at its parent; of equals, the one to the first node."""
+    """The longest path on which each token was chosen at its parent; among equals, the one to the first node."""
 
     def followed(line: list[int]) -> bool:
         return all(tokens[node - 1] >= 0 and tokens[node - 1] == chosen[above] for above, node in pairwise(line))
@@ -150,7 +150,7 @@ def test_what_is_accepted_is_committed_by_row(kernel_device: str, tree: bool) ->
 
 
 def test_bad_logits_are_never_matched(kernel_device: str) -> None:
-    """Not even by nodes that are missing; the -1 is the last token that is accepted."""
+    """Also if nodes are missing; the -1 is the last accepted token."""
     chosen = [[-1, 5, 5], [5, -1, 5]]
     for parents in (None, whole([[0, 1], [0, 1]], kernel_device, 2)):
         accepted = accept(
@@ -198,8 +198,8 @@ Level = tuple[list[list[int]], list[list[float]]]
 
 
 def expanded(topk: int, levels: Sequence[Level]) -> tuple[list[list[int]], list[tuple[list[int], list[int], float]]]:
-    """By enumeration, for one request: the living nodes, by number, and every candidate as a path of numbers from the
-    root on, its tokens and its score. Numbers count from 1, level by level."""
+    """Reference by enumeration, for one request: the surviving nodes by number, and every candidate as a path of
+    numbers from the root, with its tokens and its score. Numbers count from 1, level by level."""
     candidates: list[tuple[list[int], list[int], float]] = []
     living: list[tuple[list[int], list[int], float]] = [([0], [], 0.0)]
     alive = []

@@ -1,4 +1,4 @@
-"""Products whose columns are divided over programs: interpreted on a CPU, compiled on a GPU. References are float64."""
+"""Split-K GEMMs, interpreted on a CPU and compiled on a GPU, compared with float64."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_divided_product_is_float64s(kind, rows, outputs, width, parts, fused,
 @pytest.mark.parametrize("element", [1, 2])
 @pytest.mark.parametrize("parts", [1, 4, 8, 16])
 def test_the_last_program_prefetches_nothing_behind_its_matrix(columns, element, parts):
-    """Not even if its part is shorter than others. An odd number of lines is rounded down to a power of two."""
+    """Also if its part is shorter than others. An odd number of lines is rounded down to a power of two."""
     module = kernels()
     divided, size = module.divided(columns, parts, 128)
     for most in (0, 2, 16, 32):

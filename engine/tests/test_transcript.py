@@ -16,7 +16,8 @@ TEXT = "héllo €uro, 日本語 🙂🙃 done.  Two  spaces\n\nand a line"
 
 
 def byte_level() -> Tokenizer:
-    """As GPT-2's, Llama 3's and Qwen's: bytes as characters; one of several bytes is several tokens."""
+    """A tokenizer like those of GPT-2, Llama 3 and Qwen: bytes as characters; a character of several bytes is several
+    tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -31,7 +32,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """As Llama 2's: spaces are marks, the first is dropped, and unknown characters are tokens of bytes."""
+    """A tokenizer like Llama 2's: spaces are marks, the first is dropped, and unknown characters are byte tokens."""
     marked = {character.replace(" ", "▁") for character in TEXT if character.isascii()}
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *sorted(marked), "▁▁", "ll"]
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
@@ -118,7 +119,7 @@ def test_what_gives_no_character_is_not_waited_on_for_ever(tokenizer, text, char
 
 
 def first_stop(text: str, stops: Sequence[str]) -> tuple[str, int | None]:
-    """By the definition, character by character: the text before the stop text, and where that ends."""
+    """Reference, character by character: the text in front of the stop text, and the end of the latter."""
     for end in range(1, len(text) + 1):
         if found := [stop for stop in stops if text[:end].endswith(stop)]:
             return text[: end - max(map(len, found))], end

@@ -1,4 +1,4 @@
-"""Two-batch overlap: where a batch is cut, how its halves run, and that they equal the whole batch."""
+"""Two-batch overlap: split of a batch, execution of its halves, and equality with the whole batch."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ def test_a_padded_batch_gives_what_it_gives_without_padding(model, halves):
 
 
 def test_both_halves_are_planned_before_the_first_layer_and_layers_alternate():
-    """B2: a cut request's second half finds what its first half wrote in every layer."""
+    """B2: in every layer, the second half of a divided request reads the rows that its first half wrote."""
     driver = Driver("tiny:llama", page_size=4, two_batch_overlap=True)
     events: list[str] = []
     plan = driver.runner.backend.init_forward_metadata
@@ -384,7 +384,7 @@ def on_streams(monkeypatch: pytest.MonkeyPatch) -> tuple[Driver, Streams]:
 
 
 def test_on_two_streams_a_layer_of_the_second_half_waits_for_that_of_the_first(on_streams):
-    """It may run beside the first half's next layer, and the result waits for both."""
+    """It may run concurrently with the first half's next layer, and the result waits for both."""
     driver, streams = on_streams
     driver.runner.forward(driver.batch(EXTEND, [40, 0, 0]))
     layers = range(len(driver.runner.model.layers))

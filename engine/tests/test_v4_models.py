@@ -179,7 +179,7 @@ def test_invariant_steps_give_the_tokens_of_transformers(oracle):
 
 
 def test_prefix_hits_give_the_same_tokens(oracle):
-    """Whole pages are found again, with entries and the tokens that the next entry needs."""
+    """Hits are whole pages, with their entries and the tokens that the next entry needs."""
     shared, *tails = drawn(70, 9, 20, 1)
     prompts = [shared + tail for tail in tails]
     engine = Engine(str(oracle.folder), device="cpu", page_size=16, max_batch=2)
@@ -198,7 +198,7 @@ def test_preempted_requests_give_the_same_tokens(oracle):
 
 @pytest.mark.long
 def test_halves_of_a_step_give_the_same_tokens(oracle):
-    """B4: a request is cut anywhere in a window."""
+    """B4: a request is divided anywhere in a window."""
     prompts = drawn(51, 7, 30)
     engine = Engine(str(oracle.folder), device="cpu", page_size=16, two_batch_overlap=True, chunked_prefill_size=37)
     check(oracle, prompts, generated(engine, prompts, 8))

@@ -98,7 +98,7 @@ def test_another_cpu_architecture_does_not_find_it(attnplug, recorder, file, mon
 
 
 def test_it_records_again_although_it_was_done(attnplug, recorder, file, tmp_path):
-    """Files of the cache may be gone."""
+    """Files of the cache may have been deleted."""
     recorder(*EVENTS, CHOSEN, {"finished": 3})
     for _ in range(2):
         found = attnplug("warm", "--model", "tiny:llama", "--gpu", str(file), "--json").json

@@ -57,7 +57,7 @@ def test_a_warm_engine_answers_like_a_cold_one(model, settings):
 
 
 def test_warm_up_covers_every_kind_of_step():
-    """E1: sizes by powers of two, page boundaries, prefixes, many requests, greedy and sampled, beside a prefill."""
+    """E1: sizes by powers of two, page boundaries, prefixes, many requests, greedy and sampled, with a prefill."""
     batches = list(warm_up_batches(Capacity(1000, 16, max_batch=6, max_step_tokens=64, context_length=9000)))
     lengths = [[len(request.prompt) for request in batch] for batch in batches]
     alone = [1, 2, 4, 8, 15, 16, 17, 32]

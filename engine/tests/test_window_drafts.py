@@ -29,7 +29,7 @@ STEPS, NEW = 3, 14
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A target with three layers for multi-token prediction, each with an embedding and a head of its own."""
+    """A target with three multi-token-prediction layers, each with its own embedding and head."""
     return saved_deepseek(tmp_path_factory.mktemp("target"), STEPS, own=True)
 
 

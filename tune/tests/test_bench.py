@@ -69,7 +69,7 @@ def test_a_file_that_holds_no_results_is_refused_by_name(text: str, tmp_path: Pa
     ],
 )
 def test_a_row_that_cannot_be_is_refused(changes: dict[str, object] | None, tmp_path: Path) -> None:
-    """``None`` stands for a row that occurs twice."""
+    """``None`` means a row that occurs twice."""
     printed = results(ROW, ROW).as_json()
     if changes is not None:
         printed["rows"] = [{**printed["rows"][0], **changes}]  # type: ignore[index] # a list

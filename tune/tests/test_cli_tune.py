@@ -101,7 +101,7 @@ def test_what_failed_is_not_taken_until_it_is_measured_again(
     printed = attnplug("explain", *HERE).out
     assert "decode: torch_native (auto: the only usable one; 1 refused)" in printed and "prefill: toy" in printed
     assert "it failed when it was measured on this machine" in printed and "at 1 × 128, KeyError: 'toy'" in printed
-    assert "decode: toy (asked for" in attnplug("explain", *HERE, "--attention-backend", "toy").out
+    assert "decode: toy (requested" in attnplug("explain", *HERE, "--attention-backend", "toy").out
     clock.times_us["toy"] = times
     attnplug("tune", *HERE, "--points", "1x64")
     assert "decode: toy or torch_native (auto: " in attnplug("explain", *HERE).out

@@ -1,4 +1,4 @@
-"""Tuning by a clock whose times are known, and once by the real one."""
+"""Tuning with a clock with known times, and once with the real one."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_decodes_of_a_mixed_batch_are_absorbed_as_in_an_engine(install: Install,
 
 
 def test_a_mixed_batch_has_decodes_beside_its_prefills(install: Install) -> None:
-    """It is planned as one: the prefills' rows, then one row of each decode."""
+    """The batch is planned as one: rows of prefills, then one row of each decode."""
     registry = toys(install)
     (task,) = tasks_of(registry.get("torch_native"), [problem()], parse_points("2x8+4&3x20"))
     stage = Stage(task, Setup(torch.device("cpu"), 64), measure._builder(job(registry, "torch_native"), registry, task))
@@ -257,7 +257,7 @@ def test_compiling_is_reported_and_is_no_part_of_the_budget(install: Install) ->
 
 
 def test_a_broken_backend_is_reported_and_left_out_for_that_role_alone(install: Install, monkeypatch) -> None:
-    """D2: it disturbs no other."""
+    """D2: other backends are still measured."""
     registry = toys(install, "broken", "good")
     chain = measure.Stage.chain
 

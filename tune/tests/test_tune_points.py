@@ -39,7 +39,7 @@ def test_a_point_that_cannot_be_is_refused_with_its_text(text: str) -> None:
 
 
 def test_a_grid_begins_with_its_corners() -> None:
-    """So a small budget covers all of it coarsely."""
+    """A small budget therefore covers the whole grid coarsely."""
     decodes = [point for point in default_points(True, 256, 65536) if point.role is Role.DECODE]
     assert {(point.requests, point.length) for point in decodes[:4]} == {
         (requests, length) for requests in (1, 256) for length in (512, 65536)
@@ -49,7 +49,7 @@ def test_a_grid_begins_with_its_corners() -> None:
 
 
 def test_each_batch_of_several_requests_is_measured_with_different_lengths_too() -> None:
-    """As long as the longest of them fits into the context."""
+    """If the longest of them fits into the context."""
     points = default_points(True, 4, 4096, 4)
     ragged = [point for point in points if point.ragged]
     assert {(point.requests, point.length, point.tokens) for point in ragged} == {(4, 512, 1), (4, 512, 4)}

@@ -1,4 +1,4 @@
-"""Measuring without waiting: a clock whose times are known, and backends under names of a test's own."""
+"""Measuring without waiting: a clock with known times, and backends under names of a test."""
 
 from __future__ import annotations
 

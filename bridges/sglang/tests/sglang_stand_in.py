@@ -86,7 +86,7 @@ MODULES: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def sglang() -> Iterator[SimpleNamespace]:
-    """Our modules that import SGLang, over the stand-ins; afterwards everything is as it was."""
+    """Import our modules that need SGLang over the stand-ins, and restore everything afterwards."""
     from importlib import import_module
 
     with pytest.MonkeyPatch.context() as patch:

@@ -245,7 +245,7 @@ def test_drafts_are_refused(ours: SimpleNamespace) -> None:
 
 
 def test_scales_of_an_fp8_cache_are_the_checkpoints(ours: SimpleNamespace) -> None:
-    """Keys first. A layer whose checkpoint has none is left out, and a scale that is missing is 1."""
+    """Keys come first. A layer without scales in the checkpoint is left out; a single missing scale is 1."""
     modules = [Radix(0, k_scale_float=2.0, v_scale_float=3.0), Radix(1), Radix(2, v_scale_float=5.0)]
     made = runner(modules, slots_table([3], PAGE), pool(0, 1, 2, dtype=torch.float8_e4m3fn))
     assert ours.build._scales(made) == {0: (2.0, 3.0), 2: (1.0, 5.0)}
@@ -270,7 +270,7 @@ def test_the_problem_has_the_compute_capability_of_the_gpu(
 
 
 def test_limits_hold_the_largest_step_of_sglang(ours: SimpleNamespace) -> None:
-    """A chunk of a prompt beside a decode of every other request, or a verify of all."""
+    """A chunk of a prompt while every other request decodes, or a verify of all."""
     made = runner([Radix()], slots_table([3] * 7, PAGE), pool(0))
     _, model = ours.build._model(made)
 

@@ -1,4 +1,4 @@
-"""From SGLang's batches to geometries, and attention over its caches, with stand-ins for SGLang's own objects."""
+"""Conversion of SGLang's batches to geometries, and attention over its caches, with stand-ins for SGLang's objects."""
 
 from __future__ import annotations
 

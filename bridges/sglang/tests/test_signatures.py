@@ -259,7 +259,7 @@ DSA = "sglang.srt.layers.attention.dsa"
 
 
 def test_the_indexer_finds_what_it_reads_of_a_batch(sglang: Path) -> None:
-    """A10: members of SGLang's base class, those that its indexer reads beside them, and the call for selected rows."""
+    """A10: members of SGLang's base class, further members that its indexer reads, and the call for selected rows."""
     homes = [module(sglang, f"{DSA}.{name}") for name in ("dsa_indexer_metadata", "dsa_indexer")]
     (base,) = (
         node
@@ -293,7 +293,7 @@ LIST = "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS"
 
 
 def test_backends_of_a_list_get_queries_and_rows_in_two_parts(sglang: Path) -> None:
-    """Why the bridge adds to the list, and what else it has an effect on. If this fails, look at SGLang's new uses."""
+    """The list has these uses only, so the bridge may add its backends. If this fails, look at SGLang's new uses."""
     assert f"{LIST} = [" in module(sglang, f"{DEEPSEEK}.utils").read_text()
     core = methods(class_of(sglang, ABSORBED, "DeepseekMLAForwardMixin"))["forward_absorb_core"]
     (parts,) = (
@@ -332,7 +332,7 @@ def test_rows_in_two_parts_are_written_by_every_pool_of_mla(sglang: Path) -> Non
 
 
 def test_decode_context_parallelism_is_for_sglangs_own_backends(sglang: Path) -> None:
-    """Why ``--dcp-size`` is refused. If this fails, SGLang has changed, and other backends may be possible."""
+    """``--dcp-size`` is refused for this reason. If this fails, SGLang has changed and may support other backends."""
     attention = sglang / "sglang" / "srt" / "layers" / "attention"
     if sglang.name == ENDS[0]:
         arguments = (sglang / "sglang" / "srt" / "server_args.py").read_text()

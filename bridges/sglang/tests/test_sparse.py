@@ -201,7 +201,7 @@ def test_sparse_prefills_run_absorbed(build: Any) -> None:
 
 @pytest.mark.parametrize(("mode", "prefixes", "new"), BATCHES)
 def test_the_indexer_sees_each_querys_rows(build: Any, mode: Mode, prefixes: list[int], new: list[int]) -> None:
-    """Scores that SGLang computes for the rows of a page table, or of all requests, one behind the other."""
+    """SGLang computes scores for the rows of a page table, or for the concatenated rows of all requests."""
     torch.manual_seed(0)
     lengths = [before + more for before, more in zip(prefixes, new, strict=True)]
     table = slots_table(lengths, PAGE, context=256)

@@ -1,4 +1,4 @@
-"""Continuous batching over transformers' own blocks: the tokens of its own implementations."""
+"""Continuous batching over transformers' blocks gives the same tokens as its own implementations."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def batched(name: str, implementation: str) -> list[Any]:
 @pytest.mark.parametrize("name", ["llama", "gemma2_uncapped"])
 @pytest.mark.sample(1)
 def test_requests_of_different_lengths_get_the_tokens_of_paged_eager(name, monkeypatch):
-    """Shared prefixes, more requests than a step holds, layers with a window; NaN in all that was not written yet."""
+    """Shared prefixes, more requests than fit into a step, layers with a window; NaN in unwritten memory."""
     expected = batched(name, "paged|eager")
     make, search, found = PagedAttentionCache.__init__, PagedAttentionCache.search_prefix_match, []
 
@@ -96,7 +96,7 @@ def test_a_model_with_another_implementation_is_refused():
 
 
 def test_a_cap_is_served_though_transformers_own_implementations_leave_it_out():
-    """So it is compared with generate, prompt by prompt."""
+    """The oracle is therefore ``generate``, prompt by prompt."""
     made: Any = model("gemma2")
     made.set_attn_implementation("eager")
     options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

@@ -121,7 +121,7 @@ def test_layers_that_share_blocks_and_differ_are_refused(monkeypatch):
 
 
 def step(lens: list[tuple[int, int]], **more: object) -> dict[str, object]:
-    """Requests with (rows before, new tokens), each in blocks of its own from block 1 on."""
+    """Requests with (rows before, new tokens), each in separate blocks from block 1 on."""
     read, written, block = [], [], 1
     for before, new in lens:
         rows = [block * PAGE + place for place in range(before + new)]

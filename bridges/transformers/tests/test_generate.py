@@ -78,7 +78,7 @@ def test_rejected_drafts_are_cropped(kind):
 
 @pytest.mark.parametrize("make", [DynamicCache, lambda config: StaticCache(config, 96), PagedCache])
 def test_a_cache_is_continued_by_several_tokens_at_once(make):
-    """As in a chat, past the window of the sliding layers."""
+    """A chat that is longer than the window of the sliding layers."""
     ids = padded([60])["input_ids"]
     made, results = model("gemma2"), {}
     for implementation in ("eager", NATIVE):
@@ -234,7 +234,7 @@ def test_a_paged_cache_refuses_what_it_cannot_do():
 
 
 def test_keys_of_another_layer_or_read_twice_are_refused():
-    """As layers do that share a cache."""
+    """Layers that share a cache do this."""
     made = model("llama")
     made.set_attn_implementation(NATIVE)
     attention, filled = ALL_ATTENTION_FUNCTIONS[NATIVE], PagedCache(CONFIGS["llama"])

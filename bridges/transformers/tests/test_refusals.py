@@ -378,7 +378,7 @@ def test_settings_are_spelled_as_in_transformers():
 
 
 def test_explain_and_the_run_refuse_alike(tmp_path):
-    """For one backend and one model, ``explain`` gives the same reasons before loading as the first step does."""
+    """For one backend and model, ``explain`` gives the reasons before loading that the first step would give."""
     CONFIGS["llama"].save_pretrained(tmp_path)
     read = load_model(str(tmp_path))
     problem = problem_of(read, torch.device("cpu"), torch.float32, None, CacheLayout.TOKEN_MAJOR)

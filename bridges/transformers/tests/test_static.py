@@ -77,7 +77,7 @@ def test_generate_is_compiled_whole_and_not_again_for_each_token(name, times, ba
 
 
 def test_a_second_generate_runs_the_code_of_the_first():
-    """It is compiled once, without graph breaks, for all tokens of both, and reads the cache in place."""
+    """The code is compiled once, without graph breaks, for all tokens of both, and reads the cache in place."""
     noted()._copies.clear()
     counter = CompileCounterWithBackend("eager")
     config = AllDevices(counter)
@@ -324,7 +324,7 @@ def test_graphs_of_generate_give_the_logits_of_float32(name, lens):
 
 
 def test_a_backend_without_graphs_is_left_out_of_compiled_steps_on_a_gpu(monkeypatch):
-    """It plans on the host, which a graph would do once. Attention then breaks the graph, as for other caches."""
+    """It plans on the host, which a graph would do only once. Attention then has a graph break, as for others."""
     caches = StaticCaches(BackendRequest("torch_native"))
     monkeypatch.setattr(Tensor, "is_cuda", True)
     monkeypatch.setattr(CacheShape, "of", classmethod(lambda cls, layer, key: _Selected(key)))

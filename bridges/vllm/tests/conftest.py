@@ -1,4 +1,4 @@
-"""Lets the tests of this bridge import what they share. Those that need vLLM itself are run by ``make bridge-test``."""
+"""Make the shared test modules of this bridge importable. Tests that need vLLM are run by ``make bridge-test``."""
 
 import sys
 from importlib.util import find_spec

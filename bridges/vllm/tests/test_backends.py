@@ -1,4 +1,4 @@
-"""Classes that vLLM's registry resolves to, where another backend was registered before."""
+"""Classes that vLLM's registry resolves to if another backend was registered before."""
 
 from __future__ import annotations
 

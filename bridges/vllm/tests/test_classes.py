@@ -255,7 +255,7 @@ def test_the_problem_has_the_compute_capability_of_the_gpu(ours, monkeypatch):
 
 
 def test_mha_batches_run_on_the_backend_that_was_measured_the_fastest_for_them(ours, monkeypatch, tmp_path):
-    """D3: by the lengths of a batch without a graph. The prefill of a mixed batch is a batch of its own."""
+    """D3: without a graph, the lengths of the batch decide. The prefill of a mixed batch is a separate batch."""
     Host.config.additional_config = {}
     twins = measured_twins(monkeypatch, tmp_path, mha(ours).layer(0, DIM), DType.FLOAT32)
     monkeypatch.setattr(selection, "registry", lambda: twins)
@@ -312,7 +312,7 @@ def test_mla_layers_that_the_contract_lacks_are_refused_by_name(ours, given, fea
 
 
 def test_lengths_on_the_host_are_those_of_the_requests_that_decode(ours):
-    """They come first, and requests that prefill follow."""
+    """Decoding requests come first, then those that prefill."""
     builder = mla_builder(ours, MLARecorder())
     given = metadata([(5, 1), (40, 1), (0, 7)])
     builder._lengths = given.seq_lens_cpu_upper_bound

@@ -30,7 +30,7 @@ def loaded() -> Iterator[SimpleNamespace]:
 
 @pytest.fixture
 def ours(loaded: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The bridge on a GPU where vLLM's index does not run, with the reference backend on a CPU."""
+    """The bridge as on a GPU without vLLM's index, with the reference backend on a CPU."""
     selection.forget()
     run_sparse_layers_on_cpu(monkeypatch)
     monkeypatch.setattr(
@@ -114,7 +114,7 @@ class Stage:
             layer.impl.do_kv_cache_update(latent, rope.unsqueeze(1), layer.kv_cache, slots, "auto", torch.ones(1))
 
     def step(self, given: Metadata, part: int | None = None) -> None:
-        """Run a step in which attention runs only the first ``part`` tokens, and compare both layers with float64."""
+        """Run a step with attention for only the first ``part`` tokens, and compare both layers with float64."""
         seen, slots = positions_of(given)
         q, weights = torch.randn(len(slots), INDEX_HEADS, DIM), torch.randn(len(slots), INDEX_HEADS)
         self.write(slots, q, weights)

@@ -360,7 +360,7 @@ def test_absorbed_attention_over_vllms_blocks() -> None:
 
 
 def choose_without_vllm(asked: Any, model: Any) -> Any:
-    """The selection of a CPU in float32, where no vLLM is installed to ask for its version."""
+    """The selection on a CPU in float32. No vLLM is installed, so no version is checked."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("attnplug_vllm.selection.version_refusals", list)
         return choose(asked, replace(model), "auto", Machine("cpu"))

@@ -35,7 +35,7 @@ def by_index(new: list[int], chunks: list[list[int]]) -> SimpleNamespace:
 
 
 def by_chunk(new: list[int], chunks: list[tuple[int, list[int]]]) -> SimpleNamespace:
-    """vLLM 0.32: a chunk covers consecutive requests from the first one on, all of which have rows."""
+    """vLLM 0.32: a chunk covers consecutive requests from the first one on; all of them have rows."""
     made = []
     for index, (first, lens) in enumerate(chunks):
         requests = slice(first, first + len(lens))

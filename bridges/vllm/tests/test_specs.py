@@ -211,7 +211,7 @@ def test_one_line_has_the_backend_of_each_role_and_kv_group_and_the_reason(monke
     assert (
         line.startswith("attnplug: 1 layer, window 48: prefill by torch_native (") and "; 1 layer: prefill by" in line
     )
-    assert line.count("asked for by --additional-config.attnplug.backend") == 4
+    assert line.count("requested by --additional-config.attnplug.backend") == 4
     for name, layer in groups.items():
         log_group(asked, [name], model_of(asked, [layer]), choose(asked, model_of(asked, [layer]), "auto", CPU))
     assert len(logged) == 1, "once per engine"

@@ -272,7 +272,7 @@ MODULES: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def vllm() -> Iterator[SimpleNamespace]:
-    """Our classes over the stand-ins; afterwards everything is as it was."""
+    """Import our classes over the stand-ins, and restore everything afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         for name, members in MODULES.items():
             parts = name.split(".")

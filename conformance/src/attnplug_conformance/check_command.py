@@ -17,7 +17,7 @@ def declare_check(commands: Commands[argparse.ArgumentParser]) -> None:
         setting = option(f"{role}_attention_backend")
         parser.add_argument(setting, metavar="NAME|auto", help=f"backend for the role {role} alone")
     parser.add_argument(
-        "--device", metavar="DEVICE", help="where to run (default: cuda where there is a GPU, else cpu)"
+        "--device", metavar="DEVICE", help="where to run (default: cuda if there is a GPU, otherwise cpu)"
     )
     parser.add_argument(
         "--backend-option",

@@ -21,7 +21,7 @@ def declare_conform(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("name", metavar="NAME", nargs="?", help="the backend, as attnplug backends lists it")
     parser.add_argument("--kv-format", metavar="FORMAT", help="check this KV format, without a backend")
     parser.add_argument(
-        "--device", metavar="DEVICE", help="where to run (default: cuda where there is a GPU, else cpu)"
+        "--device", metavar="DEVICE", help="where to run (default: cuda if there is a GPU, otherwise cpu)"
     )
     parser.add_argument(
         "--contract",

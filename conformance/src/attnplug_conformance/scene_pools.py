@@ -109,7 +109,7 @@ def _memory_of(
 
 
 class WideStates(LinearStatePool):
-    """States of linear layers, of which only the last ``num_slots`` are used. Their offsets exceed 32 bits.
+    """States of linear layers. Only the last ``num_slots`` are used, at offsets beyond 32 bits.
 
     On a GPU those of the larger states of a layer do, which are the recurrent ones if there are any.
     """

@@ -38,7 +38,7 @@ def only_coded(names: frozenset[str] | None) -> bool:
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Conversion of rows of ``width`` values, the last ``rope`` of which are rotary columns, to a format's parts."""
+    """Conversion of rows of ``width`` values to a format's parts. The last ``rope`` values are rotary columns."""
 
     format: KVFormat
     width: int

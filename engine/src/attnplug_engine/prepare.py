@@ -189,7 +189,7 @@ class Prepared:
         sizes = (self.loaded.spec, choice.options, selection, choice.dtype, choice.kv_dtype, choice.device)
         if choice.problem.is_embedding:
             return embedding_capacity(*sizes)
-        # A draft that does not read the target's rows has rows of its own, on the target's pages.
+        # A draft that does not read the target's rows has its own rows, on the target's pages.
         return capacity(*sizes, None if self.draft is None or self.draft.reads_target else self.draft.spec)
 
 

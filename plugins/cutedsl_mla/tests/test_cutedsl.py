@@ -1,4 +1,4 @@
-"""The variant of trtllm_mla with FlashInfer's CuTe DSL kernel: decode alone, memory of its own (A5)."""
+"""The variant of trtllm_mla with FlashInfer's CuTe DSL kernel: decode only, with separate scratch memory (A5)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
     ("heads", "page_size", "kv_dtype"), [(5, 32, None), (16, 64, FP8), (96, 128, FP8), (128, 128, None)]
 )
 def test_decode(heads, page_size, kv_dtype, device):
-    """A5, C4: natural logarithms as they come; any number of heads up to 128 as it is."""
+    """A5, C4: natural logarithms need no conversion; any number of heads up to 128 needs no padding."""
     check_decode(build_on(device), device, kv_dtype, page_size, heads)
 
 

@@ -54,7 +54,7 @@ def attnplug_backends():
 
 @pytest.fixture
 def on_cpu(package: Package) -> str:
-    """The backend by a name of its own, installed like the real one, but on reference kernels and the CPU."""
+    """The backend under another name, installed like the real one, but on reference kernels and the CPU."""
     package("flash_on_cpu", ON_CPU)
     return "flash_on_cpu"
 

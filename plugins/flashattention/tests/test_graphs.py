@@ -66,8 +66,7 @@ def test_decode_is_divided_as_the_longest_context_asks(kernel, device):
 
 @everywhere
 def test_an_undivided_batch_is_read_by_its_own_table(kernel, device):
-    """Where pages need not be divided, kernels read the batch's own page table and lengths. The graph copies
-    neither."""
+    """If pages are not divided, kernels read the batch's page table and lengths in place. The graph copies neither."""
     stage, _ = scenes(mha((), VERIFY, 64), 4, device)
     capture = Capture(stage).reserve().capture()
     whole = capture.plan.metadata.cached.whole
@@ -77,7 +76,7 @@ def test_an_undivided_batch_is_read_by_its_own_table(kernel, device):
 
 @pytest.mark.parametrize("device", DEVICES[1:])
 def test_plans_that_overtake_the_device_do_not_overwrite_each_other(device):
-    """Replays queued one after the other, each with lengths of its own, while the device is busy."""
+    """Replays with different lengths are queued while the device is busy."""
     check_overtaking(*scenes(mha((), DECODE, 64), 1, device))
 
 

@@ -109,7 +109,7 @@ class TestTables:
         ],
     )
     def test_the_kernel_does_the_same(self, count, sizes, device):
-        """On a CPU in Triton's interpreter."""
+        """On a CPU, it runs in Triton's interpreter."""
         longest = 700 if device == "cpu" else 5000
         check_parts([longest, 0, 1, 127, 128, 129, 300], count, *sizes, device, launch_fill_splits)
 
@@ -181,7 +181,7 @@ def test_divided_requests_give_the_same(page_size, most, kernel, device):
 
 @on_devices("fa4")
 def test_a_layer_with_a_window_is_not_divided(kernel, device):
-    """It sees few keys, and a window would begin anew in every part."""
+    """It sees few keys, and the window would start again in every split."""
     stage = scene(mha(LONG, ForwardMode.DECODE, 64, 8, 1, window=150), kernel, device)
     split = stage.backend.init_forward_metadata(stage.batch()).metadata.cached.split
     assert split is not None  # the batch is: other layers may have no window

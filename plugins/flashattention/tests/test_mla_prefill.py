@@ -36,7 +36,7 @@ MIXED_PREFIXES = ((130, 40), (0, 9), (64, 1), (1, 3))
 
 
 class NoLinear:
-    """Stands where a hybrid model's linear backend does; these models' layers under test are all MLA."""
+    """Stand-in for a hybrid model's linear backend; all layers under test are MLA."""
 
     claims = Claims(cuda_graph=GraphLevel.ALWAYS, needs_cpu_seq_lens=False)
 

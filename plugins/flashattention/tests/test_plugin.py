@@ -38,7 +38,7 @@ def changed(model: ModelSpec, **changes: Any) -> ModelSpec:
 
 @pytest.fixture
 def no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Neither is installed, beside a torch that has the kernel; a folder on the path to install one in."""
+    """Neither library is installed, and torch has the kernel. Returns a folder on the path in which to install one."""
 
     def version(name: str) -> str | None:
         if name == "torch":
@@ -178,7 +178,7 @@ def test_what_needs_flash_attn_4_is_refused_without_it(no_library: Path) -> None
 
 
 def test_a_flash_attn_4_that_is_too_old_or_in_pieces_is_none(no_library: Path) -> None:
-    """D3: such a version counts as missing, and the reason says what is wrong with it."""
+    """D3: such a version counts as missing, and the reason names the fault."""
     install_library(no_library, "flash-attn-4", "4.0.0b1", {"flash_attn.cute.__init__": ""})
     (reason,) = refusals(cuda_graph=GraphLevel.DECODE)
     assert "4.0.0b1" in reason.message and reason.advice == "pip install 'flash-attn-4>=4.0.0b36'"
@@ -201,7 +201,8 @@ def test_graphs_of_an_mla_decode_need_no_flash_attn_4_for_the_prefill(no_library
 
 
 def test_flash_attn_2_caps_logits_where_flash_attn_4_cannot(no_library: Path) -> None:
-    """D3: on any GPU that it serves; without it, it is what to install where flash-attn-4 is not for the GPU."""
+    """D3: on any GPU that it supports. If it is missing and flash-attn-4 does not support the GPU, the advice is to
+    install it."""
     model = changed(read(LLAMA_3_8B), logit_cap=50.0)
     (reason,) = refusals(model=model, sm=80)
     assert (reason.code, reason.value) == ("feature", "logit_cap")
@@ -247,7 +248,7 @@ def kernel_refusals(kernel: str, **changes: Any) -> list[tuple[str, str | None, 
 def test_a_kernel_that_does_not_suit_is_refused_before_anything_is_built(
     fa4: Path, kernel: str, changes: dict[str, Any], code: str, value: str
 ) -> None:
-    """D3: by the option that asks for it."""
+    """D3: the refusal names the option that requests the kernel."""
     assert kernel_refusals(kernel, **changes) == [(code, "flashattention.kernel", value)]
 
 

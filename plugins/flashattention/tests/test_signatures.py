@@ -129,7 +129,7 @@ def paged(queries: tuple[int, ...], keys: tuple[int, ...]) -> PagedCall:
 
 @pytest.mark.parametrize("name", REFERENCES)
 def test_references_take_what_the_library_takes(name):
-    """By the same names, in the same order, with the same defaults; none of them makes a parameter up."""
+    """Parameters have the same names, order and defaults, and there are no others."""
     real = SIGNATURES[name]().parameters
     own = inspect.signature(REFERENCES[name]).parameters
     assert [parameter for parameter in real if parameter in own] == list(own)
@@ -238,7 +238,7 @@ class TestFlashAttention4:
 
     @pytest.mark.parametrize("window", [None, 100])
     def test_no_page_is_ever_a_whole_key_tile(self, window):
-        """Such a page would be loaded by TMA, together with arbitrary data behind a request's last row."""
+        """TMA would load such a page together with arbitrary data behind a request's last row."""
         tile, adapter = self.tile(), FA4Kernels(fa4_varlen_func)
         for dim in range(16, 257, 16):
             for v_dim in {dim, min(dim, 128)}:
@@ -322,7 +322,7 @@ class TestChoice:
             assert choose_kernels("auto", 90, [LAYER]).name == "torch"
 
     def test_a_torch_whose_kernel_takes_no_scale_is_refused_when_built(self, monkeypatch):
-        """As in torch 2.10; at the first step it would be a TypeError."""
+        """Same as in torch 2.10, where the first step would raise a TypeError."""
 
         def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None): ...
 

@@ -1,4 +1,4 @@
-"""Trees of drafts: prefix and new rows apart, merged, against float64."""
+"""Trees of drafts: prefix and new rows are computed separately and merged; compared with float64."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ everywhere = on_devices(*KERNELS)
 
 
 def trees(rows: int, prefixes: tuple[int, ...] = (0, 37, 64, 200), **changes: Any) -> KernelCase:
-    """A tree of its own for every request; four heads share keys and values."""
+    """Every request has another tree; four heads share keys and values."""
     given = {"trees": random_trees(len(prefixes), rows, seed=rows), "seed": rows}
     return mha(tuple((prefix, rows) for prefix in prefixes), VERIFY, **{**given, **changes})
 
@@ -52,7 +52,7 @@ def test_capped_logits(kernel, device):
 
 @on_devices("fa4", "torch")
 def test_a_chain_is_a_causal_batch(kernel, device):
-    """Within rounding: its new rows are attended to apart."""
+    """Equal within rounding, because attention to the new rows is computed separately."""
     tree, causal = (scene(trees(6, trees=some), kernel, device) for some in ((chain(6),) * 4, None))
     assert relative_error(tree.results()[0], causal.results()[0].double()) <= tree.tolerance
 

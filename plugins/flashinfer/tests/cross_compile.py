@@ -1,4 +1,4 @@
-"""Compiles the kernel that fills work lists for SM 90, which need not be there. Prints [requests, registers, bytes
+"""Compile the kernel that fills work lists for SM 90, also without such a GPU. Prints [requests, registers, bytes
 spilled]."""
 
 import json

@@ -32,7 +32,7 @@ LN_2 = math.log(2.0)
 
 
 def build(context: BackendContext) -> FlashInferBackend:
-    """Real kernels where there is a GPU, else the reference ones."""
+    """Real kernels with a GPU, otherwise reference kernels."""
     own = declaring(context, "flashinfer")
     return FlashInferBackend(own, kernels=reference(own) if own.device.type == "cpu" else None)
 

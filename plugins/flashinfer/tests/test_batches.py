@@ -53,14 +53,14 @@ def test_batches_are_as_in_float64(name, device):
 )
 @pytest.mark.sample(1)
 def test_batches_that_the_conformance_kit_does_not_have(name):
-    """It has each of their traits alone, and judges fp8 far more kindly."""
+    """The kit has each of their properties separately, and a much larger tolerance for fp8."""
     check(CASES[name], "cpu")
 
 
 @on_a_gpu
 @pytest.mark.parametrize("mode", [DECODE, EXTEND])
 def test_many_requests_of_all_lengths(mode, device):
-    """A batch whose tiles are more than the GPU holds at once is not divided; one of fewer is."""
+    """A batch is divided if its tiles do not fill the GPU."""
     new = 1 if mode is DECODE else 70
     for requests in (2, 40, 150):
         lengths = tuple(((37 * request * request) % 5000, new) for request in range(requests))
@@ -70,7 +70,7 @@ def test_many_requests_of_all_lengths(mode, device):
 @on_every_device
 @pytest.mark.parametrize(("name", "long"), [("long extends", True), ("short extends", False), ("mixed", False)])
 def test_long_extends_run_on_the_kernel_for_prefill(name, long, device):
-    """It does not divide a request's keys, which only many query rows make good."""
+    """This kernel has no split-KV, so it needs many query rows."""
     stage = scene(CASES[name], device)
     plan = stage.backend.init_forward_metadata(stage.batch())
     (wrapper,) = {handle.kernel._wrapper for handle in list(plan.metadata.calls.values())[1:]}

@@ -95,7 +95,7 @@ def test_captured_rows_go_where_the_host_says(device):
     ("requests", "queries", "tiles", "rows"), [(1, 1, 33, 16), (160, 1, 199, 16), (40, 9, 40, 64), (40, 33, 80, 128)]
 )
 def test_scratch_of_a_capture_holds_the_parts_of_all_tiles(requests, queries, tiles, rows):
-    """As many as the library reserves: 32 heads over 8 of 128, on 132 multiprocessors."""
+    """The same number as the library reserves: 32 heads over 8 of 128, on 132 SMs."""
     parts = 4 * 32 * tiles * rows * 129
     found = FlashInferLayerShape(32, 8, 128, 1.0, None, None).captured_scratch(132, requests, queries)
     assert parts < found <= parts + (1 << 20)

@@ -140,7 +140,7 @@ def test_the_kernel_for_prefill_is_chosen_by_gpu_and_cache(made, monkeypatch, ke
 
 @pytest.mark.parametrize(("major", "kv_dtype", "value"), [(8, BF16, "SM 80"), (9, FP8, "float8_e4m3fn")])
 def test_a_kernel_that_does_not_fit_is_refused_when_it_is_built_too(made, monkeypatch, major, kv_dtype, value):
-    """The host may not have known the GPU."""
+    """The host may not know the GPU."""
     monkeypatch.setattr(Properties, "major", major)
     with raises_naming(BackendError, value) as caught:
         FlashInferBackend(context(mha(((3, 1),), kv_dtype=kv_dtype), "fa3"))

@@ -163,7 +163,7 @@ def test_long_extends_have_a_module_of_their_own_on_hopper() -> None:
 
 
 def test_the_numbers_of_a_plan_are_in_the_order_that_we_read_them_in(home: Path) -> None:
-    """Nothing but their order tells them apart; the C++ in the wheel gives them names."""
+    """The numbers are distinguished only by their order; the C++ source in the wheel names them."""
     source = (home / "flashinfer/data/include/flashinfer/attention/scheduler.cuh").read_text()
     source = source[source.index("struct PrefillPlanInfo") :]
     (names, *_) = re.findall(r"ToVector\(\) const \{\s*return \{(.*?)\}", source, re.DOTALL)

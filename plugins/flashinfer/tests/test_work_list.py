@@ -107,7 +107,7 @@ def test_the_kernel_makes_the_same_list(queries, group, page_size, window_left, 
 
 @pytest.mark.cross_compile
 def test_the_kernel_compiles_for_sm_90():
-    """Without such a GPU: no register is spilled."""
+    """Needs no such GPU: no register is spilled."""
     pytest.importorskip("triton")
     found = compiled_by(Path(__file__).with_name("cross_compile.py"))
     assert [(requests, spilled) for requests, _, spilled in found] == [(32, 0), (1024, 0)]

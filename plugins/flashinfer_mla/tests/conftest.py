@@ -1,4 +1,4 @@
-"""Puts this folder on the path, whose modules the tests share, and names the fixture of several of them."""
+"""Put this folder on the path, so that tests can import its shared modules, and export a shared fixture."""
 
 import sys
 from pathlib import Path

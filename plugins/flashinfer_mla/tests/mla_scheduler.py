@@ -1,4 +1,4 @@
-"""The planner of FlashInfer's MLA wrapper, which is C++ that FlashInfer compiles where it is used."""
+"""The planner of FlashInfer's MLA wrapper: C++ that FlashInfer compiles at its first use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROCESSORS, CLUSTER = 132, 2
 
 
 def scheduler() -> str:
-    """The C++ of FlashInfer's planner for MLA, which it compiles where it is used."""
+    """The C++ source of FlashInfer's planner for MLA, which is compiled at its first use."""
     package = Path(inspect.getsourcefile(importlib.import_module("flashinfer")) or "").parent
     source = (package / "data" / "include" / "flashinfer" / "attention" / "scheduler.cuh").read_text()
     end = source.index("\n}\n", source.index(" MLAPlan("))

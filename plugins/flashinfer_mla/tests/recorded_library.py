@@ -40,7 +40,7 @@ class Call(NamedTuple):
 
 
 class Recorder:
-    """Stands in for a class of FlashInfer: takes a call where the real signature does, and remembers it."""
+    """Stand-in for a class of FlashInfer. Accepts the calls that the real signature accepts, and records them."""
 
     def __init__(self, real: type) -> None:
         self.real, self.calls = real, list[Call]()

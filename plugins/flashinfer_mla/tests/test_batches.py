@@ -142,7 +142,7 @@ class TestAsMHA:
     @on_every_device
     @pytest.mark.parametrize("path", [ExtendPath.ONE_SHOT, ExtendPath.CHUNKED])
     def test_an_fp8_cache(self, path, device):
-        """Chunked takes its new rows as they come, not as fp8 has them; both are right."""
+        """The chunked path uses new rows before they are rounded to fp8; both are correct."""
         layer = UpProjected(scene(mla(((130, 40), (0, 9)), kv_dtype=DType.FLOAT8_E4M3, kv_scales=(0.5, 0.5)), device))
         error = relative_error(layer.run(ExtendPolicy(forced=path, chunk_capacity=64)), layer.wanted())
         assert error <= (2e-2, 2e-1)[path is ExtendPath.CHUNKED]

@@ -29,7 +29,7 @@ def planned_cutlass(library: FlashInferMLALibrary) -> FlashInferMLAKernels:
 
 
 def test_cutlass_calls_are_taken(library: FlashInferMLALibrary) -> None:
-    """It reads the page table itself, in rows of whole blocks of 128 tokens: three pages of 64 become four."""
+    """The kernel reads the page table in rows of whole blocks of 128 tokens: three pages of 64 become four."""
     factory = planned_cutlass(library)
     call = replace(paged_call(causal=False), page_table=torch.zeros(2, 3, dtype=torch.int32))
     kernel = factory.paged(decode=True)

@@ -33,5 +33,5 @@ def oracle(tmp_path_factory):
     ids=lambda settings: ",".join(str(key) for key in settings) or "default",
 )
 def test_same_tokens_as_transformers_where_bfloat16_can_tell(oracle, settings):
-    """Logits as near to float32's as transformers' own in bfloat16; tokens equal where the margin exceeds that."""
+    """Logits are as close to float32's as transformers' in bfloat16; tokens are equal if the margin exceeds that."""
     oracle.check(attention_backend="flashinfer_mla", **settings)

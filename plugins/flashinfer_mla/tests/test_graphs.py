@@ -63,7 +63,7 @@ def test_one_capture_takes_queries_in_parts(mode, new, device):
 
 
 def swapped(one: str, other: str):
-    """As if two of the library's arrays had changed places."""
+    """As if two arrays of the library were swapped."""
 
     def made(call):
         work_list = library_schedule(call)
@@ -85,7 +85,7 @@ def test_replays_are_planned_without_lengths_on_the_host(device):
 
 @pytest.mark.parametrize("device", DEVICES[1:])
 def test_plans_that_overtake_the_device_do_not_overwrite_each_other(device):
-    """Replays queued one after the other, each with lengths of its own, while the device is busy."""
+    """Replays with different lengths are queued while the device is busy."""
     check_overtaking(*scenes(DECODE, 1, device))
 
 

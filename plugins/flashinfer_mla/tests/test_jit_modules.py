@@ -1,4 +1,4 @@
-"""The modules that are built before the first request are those that FlashInfer's planning asks for (E1)."""
+"""The modules that are built before the first request are those that FlashInfer's planning loads (E1)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def requesting(*arguments: Any) -> None:
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let FlashInfer's wrappers plan without a GPU until they ask for a module."""
+    """Let FlashInfer's wrappers plan without a GPU until they load a module."""
     real = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **named: real(*shape, **named))
     monkeypatch.setattr(torch.cuda, "Event", Event)

@@ -33,7 +33,7 @@ WORK_LIST = {
 
 
 def test_the_work_list_is_read_where_the_scheduler_puts_it(library: FlashInferMLALibrary) -> None:
-    """Nothing but their order tells the numbers of a plan apart; the C++ in the wheel gives them names and sizes."""
+    """The numbers of a plan are distinguished only by their order; the C++ source in the wheel has names and sizes."""
     info = plan_info()
     assert list(info) == ["num_blks_x", "num_blks_y", *WORK_LIST, "partial_o_offset", "partial_lse_offset"]
     kernel = make().paged(decode=False)
@@ -55,7 +55,7 @@ def test_the_scheduler_has_the_constants_that_we_fill_its_list_by(library: Flash
 
 
 def test_the_private_members_that_are_read_are_there(library: FlashInferMLALibrary) -> None:
-    """They are set by the class, or handed up from its backends by name."""
+    """They are set by the class, or read from its backends by name."""
     source = inspect.getsource(importlib.import_module(library.paged.real.__module__))
     for name in ("_int_workspace_buffer", "_plan_info"):
         assert re.search(rf'self\.{name} = |"{name}"', source), name

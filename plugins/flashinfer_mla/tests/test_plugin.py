@@ -189,7 +189,7 @@ def kernel_refusals(kernel: str, **changes: Any) -> list[Refusal]:
 def test_a_kernel_that_does_not_suit_is_refused_before_anything_is_built(
     folder: Path, kernel: str, changes: dict[str, Any], code: str, value: str
 ) -> None:
-    """D3: by the option that asks for it."""
+    """D3: the refusal names the option that requests the kernel."""
     install_library(folder, "flashinfer-python", "0.7.0")
     (reason,) = kernel_refusals(kernel, **changes)
     assert reason.code == code and value in reason.message

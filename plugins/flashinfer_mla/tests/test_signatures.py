@@ -28,7 +28,7 @@ SEPARATE = {"q_nope", "q_pe", "ckv_cache", "kpe_cache", "kv_len", "page_table"}
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_paged_plan_is_taken_with_everything_the_call_has(library: FlashInferMLALibrary, causal: bool) -> None:
-    """The lengths go in as they are on the host, so that planning copies nothing back from the device."""
+    """Host lengths are passed directly, so planning copies nothing from the device."""
     call = paged_call(causal=causal)
     make("fa2").paged(decode=not causal).plan(call)
     assert library.paged.last("__init__")["backend"] == "fa2"
@@ -54,7 +54,7 @@ def test_a_paged_plan_is_taken_with_everything_the_call_has(library: FlashInferM
 @pytest.mark.parametrize("with_lse", [False, True])
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "fp8"])
 def test_a_paged_run_is_taken(library: FlashInferMLALibrary, kv_dtype: torch.dtype, with_lse: bool) -> None:
-    """C4: log-sum-exp is asked for in natural logarithms. An fp8 cache comes with its scales, others without."""
+    """C4: log-sum-exp is requested in natural logarithms. Only an fp8 cache is passed with its scales."""
     if kv_dtype is torch.float8_e4m3fn and not library.reads_fp8:
         pytest.skip(f"flashinfer {library.version} reads no fp8 cache, and the plugin refuses one")
     kernel = planned_decode(make(kv_dtype=kv_dtype))
@@ -73,7 +73,7 @@ def test_a_paged_run_is_taken(library: FlashInferMLALibrary, kv_dtype: torch.dty
 
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_a_run_asks_for_the_log_sum_exp_that_its_plan_announced(library: FlashInferMLALibrary, with_lse: bool) -> None:
-    """A plan that announces it makes every run ask for it; other runs ask only if it is wanted."""
+    """After a plan that announces the log-sum-exp, every run requests it. Other runs request it only if needed."""
     kernel = planned_decode(make())
     q, out, lse = queries(2)
     kernel.run(q, None, cache(), out, lse if with_lse else None)
@@ -115,7 +115,7 @@ def test_a_query_that_is_joined_is_parted_where_it_lies(library: FlashInferMLALi
 
 @pytest.mark.parametrize("wrong", ["column", "stride", "address"])
 def test_a_part_that_the_kernels_cannot_read_is_copied(library: FlashInferMLALibrary, wrong: str) -> None:
-    """They copy 16 bytes at once, and do not look at the stride of columns."""
+    """Kernels copy 16 bytes at a time and ignore the stride of columns."""
     kernel = planned_decode(make())
     _, out, lse = queries(2)
     numbers = torch.arange(2 * SHAPE.heads * 128, dtype=SHAPE.dtype).view(2, SHAPE.heads, 128)
@@ -162,7 +162,7 @@ def test_a_ragged_plan_is_taken(library: FlashInferMLALibrary, causal: bool) -> 
 
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_a_ragged_run_is_taken(library: FlashInferMLALibrary, with_lse: bool) -> None:
-    """C4: a library that cannot be asked for natural logarithms gives powers of two, which are converted."""
+    """C4: a library without natural logarithms returns base 2, which is converted."""
     kernel = make().ragged()
     kernel.plan(RaggedCall.of(0, [3], [7], causal=True, device=torch.device("cpu")))
     q, k = torch.zeros(3, SHAPE.heads, 192), torch.zeros(7, SHAPE.heads, 192)

@@ -74,7 +74,7 @@ def test_planning_constructor_makes_every_wrapper_that_its_role_needs(serving, d
 
 
 def test_planning_of_every_kind_of_batch_has_a_wrapper_of_its_own():
-    """A1: a verify is planned on the verify wrapper, beside an extend and a decode whose plans are still in use."""
+    """A1: a verify is planned on the verify wrapper while plans of an extend and a decode are still in use."""
     stage = scene(Serving(), False, ((30, 1), (9, 1)), ForwardMode.DECODE)
     made, plans = list(stage.wrappers[0]), []
     for mode in (ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY, ForwardMode.DECODE):
@@ -138,7 +138,7 @@ def test_planning_of_what_was_not_built_is_refused_in_words(serving, disable_rag
 @every_combination
 @pytest.mark.sample(11)
 def test_planning_by_the_policy_alone_runs_in_every_combination(serving, disable_ragged):
-    """C1: thresholds low enough that each path would be taken where the backend can."""
+    """C1: thresholds are low enough for each path that the backend supports."""
     stage = scene(serving, disable_ragged)
     model = UpProjected(stage)
     if serving.skip_prefill:
@@ -150,7 +150,7 @@ def test_planning_by_the_policy_alone_runs_in_every_combination(serving, disable
 
 
 def test_planning_the_regression_8218_after_800():
-    """A8's bug: the plan covers the rows of its own batch, however many an earlier one had."""
+    """The bug behind A8: a plan covers the rows of its own batch, regardless of earlier batches."""
     stage = scene(Serving(), False, lengths=((800, 8218),))
     chunked = attention(stage, forced=ExtendPath.CHUNKED, chunk_capacity=512)
     chunked.plan(scene(Serving(), False, lengths=((0, 800),)).batch())

@@ -42,7 +42,7 @@ def test_the_unpacked_versions_are_the_ends_of_what_the_plugin_claims() -> None:
 @pytest.mark.skipif(VERSION_VARIABLE in os.environ, reason="this is such a version")
 @pytest.mark.parametrize("version", UNPACKED.split())
 def test_other_versions_take_the_same_calls(version: str) -> None:
-    """These tests again, against a FlashInfer that ``make test`` unpacked beside the one that is installed."""
+    """Run these tests against another FlashInfer, unpacked by ``make test`` in addition to the installed one."""
     unpacked = Path(sys.prefix) / "flashinfer" / version
     if not unpacked.is_dir():
         pytest.skip(f"there is no {unpacked}; make test unpacks it")

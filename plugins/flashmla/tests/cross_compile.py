@@ -1,4 +1,4 @@
-"""Compiles the kernel that joins queries for SM 90, which need not be there. Prints [type, bytes spilled, loads and
+"""Compile the kernel that joins queries for SM 90, also without such a GPU. Prints [type, bytes spilled, loads and
 stores of a thread]."""
 
 import json

@@ -30,7 +30,7 @@ def case(
 
 
 def build(context: BackendContext) -> SparseFlashMLABackend:
-    """Real kernels where there is a GPU, else the reference ones, and an index in Triton's interpreter."""
+    """Real kernels with a GPU, otherwise reference kernels, and an index in Triton's interpreter."""
     context = declaring(context, "flashmla_sparse")
     if context.device.type != "cpu":
         return SparseFlashMLABackend(context)

@@ -22,7 +22,7 @@ on_every_device = pytest.mark.parametrize("device", DEVICES)
 
 @on_every_device
 def test_a_cache_of_a_host_that_has_no_dimension_of_heads(device):
-    """As vLLM's is. The GPU gets the strides, and takes no stride of one element."""
+    """Same as vLLM's. The GPU gets the strides, and accepts no stride of one element."""
     pools = []
 
     def over_a_hosts(context: BackendContext):

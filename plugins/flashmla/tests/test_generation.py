@@ -29,5 +29,5 @@ def oracle(tmp_path_factory):
     ids=lambda settings: ",".join(str(key) for key in settings) or "default",
 )
 def test_same_tokens_as_transformers_where_bfloat16_can_tell(oracle, settings, prefill):
-    """Logits as near to float32's as transformers' own in bfloat16; tokens equal where the margin exceeds that."""
+    """Logits are as close to float32's as transformers' in bfloat16; tokens are equal if the margin exceeds that."""
     oracle.check(role_backends={Role.PREFILL: prefill, Role.DECODE: "flashmla"}, **settings)

@@ -56,14 +56,14 @@ def test_two_shapes_captured_side_by_side_do_not_disturb_each_other(device):
 
 @pytest.mark.parametrize("device", DEVICES[1:])
 def test_replays_that_overtake_the_device_do_not_overwrite_each_other(device):
-    """Queued one after the other, each with lengths of its own, while the device is busy."""
+    """Replays with different lengths are queued while the device is busy."""
     check_overtaking(*scenes(DECODE, 1, device))
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
 @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 3)])
 def test_captured_lanes_run_on_two_streams(mode, new, device):
-    """Each has memory of its own: a captured one is refilled before the other has run."""
+    """Lanes have separate memory: one is refilled before the other has run."""
     given = tuple((prefix, new) for prefix in (30000, 5, 64, 15000))
     check_captured_lanes(scene(mla(given, mode, lanes=2), device))
 

@@ -54,7 +54,7 @@ class Schedmeta:
 
 
 class Recorder:
-    """Stands in for FlashMLA: takes a call where the real signature does, and remembers it."""
+    """Stand-in for FlashMLA. Accepts the calls that the real signature accepts, and records them."""
 
     def __init__(self, package: Path) -> None:
         self.source, self.calls = package / "flash_mla_interface.py", dict[str, dict[str, Any]]()
@@ -150,7 +150,7 @@ def test_a_sparse_call_over_packed_rows_is_made_as_the_library_takes_it(recorder
 
 
 def test_a_sparse_call_over_rows_is_made_as_the_library_takes_it(recorder: Recorder) -> None:
-    """Its sums are asked for in natural logarithms, as those of decode are."""
+    """Its log-sum-exp is requested in natural logarithms, like that of decode."""
     q, slots = torch.randn(5, 128, 576), torch.zeros(5, 256, dtype=torch.int32)
     cache = torch.zeros(300, 1, 576)
     out, lse = FlashMLASparseKernels().attend_rows(q, cache, slots, 0.25)
@@ -193,7 +193,8 @@ def test_a_schedule_of_the_library_holds_what_we_put_into_it(package: Path) -> N
 
 
 def test_a_dense_call_hands_our_schedule_to_the_kernel(package: Path) -> None:
-    """And makes one of its own only without: the arguments of the operator that dense decode calls, in order."""
+    """The kernel makes its own schedule only if none is given. Compares the arguments of dense decode's operator, in
+    order."""
     calls = [
         node
         for node in ast.walk(functions(package)["flash_mla_with_kvcache"])

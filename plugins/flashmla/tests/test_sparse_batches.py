@@ -96,7 +96,7 @@ class TestBatches:
     @on_every_device
     @of_every_type
     def test_a_choice_by_positions_is_the_same_as_by_slots(self, kv_dtype, device):
-        """As another backend makes it."""
+        """A plan of another backend."""
         stage = scene("extend", device, kv_dtype)
         batch, positions = stage.planned(), by_position(stage)
         assert torch.equal(stage.attend(batch, positions)[0], stage.attend(batch, stage.as_slots(positions))[0])

@@ -28,8 +28,8 @@ def oracle(tmp_path_factory):
     ids=lambda settings: ",".join(str(key) for key in settings) or "default",
 )
 def test_same_tokens_as_transformers_where_bfloat16_can_tell(oracle, settings):
-    """Logits about as near to float32's as transformers' own in bfloat16; tokens equal where the margin exceeds that.
-    Rounding also decides which rows are chosen at the border, in both."""
+    """Logits are about as close to float32's as transformers' own in bfloat16; tokens are equal if the margin exceeds
+    that. In both, rounding also decides which borderline rows are selected."""
     oracle.check(attention_backend="flashmla_sparse", slack=2.0, **settings)
 
 

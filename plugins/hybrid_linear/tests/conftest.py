@@ -1,4 +1,4 @@
-"""Puts this folder on the path: its modules are shared by the tests beside them."""
+"""Put this folder on the path, so that tests can import its shared modules."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Compiles the kernel of a whole delta-rule layer for GPUs that need not be there.
+"""Compile the kernel of a whole delta-rule layer for GPUs that may be absent.
 
 Prints [SM, kind, shared bytes, registers of a thread, bytes spilled] of each; registers are by ptxas, for SM 90 alone.
 """

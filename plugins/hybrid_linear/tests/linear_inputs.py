@@ -37,7 +37,7 @@ def random_inputs(
 
 
 def _skewed(*shape: int, random: torch.Generator) -> Tensor:
-    """From 0 to 1, of all orders of magnitude, ends included."""
+    """Values from 0 to 1 of all orders of magnitude, including both ends."""
     uniform = torch.rand(*shape, generator=random)
     return torch.where(torch.rand(*shape, generator=random) < 0.1, uniform.round(), uniform**8)
 

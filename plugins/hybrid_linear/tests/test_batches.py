@@ -96,7 +96,7 @@ def _turned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _wider(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers as a slice of something wider, which is NaN beside them."""
+    """The same numbers as a slice of a wider tensor with NaN around them."""
     return torch.cat([tensor, torch.full_like(tensor, torch.nan)], -1)[..., : tensor.shape[-1]]
 
 

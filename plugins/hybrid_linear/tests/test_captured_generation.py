@@ -30,7 +30,8 @@ def capture(run: Callable[[], None]) -> Callable[[], None]:
 @pytest.mark.long
 @INTERPRETED
 def test_replayed_prefills_of_mamba2_give_transformers_tokens(tmp_path, monkeypatch) -> None:
-    """A7: chunks of a prompt, beside requests that decode, by recurrent kernels (12 tokens) and by chunks (40)."""
+    """A7: chunks of a prompt in steps with decoding requests, by recurrent kernels (12 tokens) and by chunk kernels
+    (40)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = {key: value for key, value in TINY_CONFIGS["mamba2"].items() if key != "model_type"}

@@ -1,4 +1,4 @@
-"""The short convolution against float64, for any cut of a request into steps."""
+"""The short convolution against float64, for any division of a request into steps."""
 
 from __future__ import annotations
 

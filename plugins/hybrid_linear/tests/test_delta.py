@@ -38,7 +38,7 @@ def test_a_decode_is_what_float64_says(setting) -> None:
 
 @in_every_setting
 def test_a_state_by_columns_is_the_same(setting, monkeypatch) -> None:
-    """As with many heads, here by 8 of 12 columns; the norm is over all of them."""
+    """Columns are divided as with many heads, here 8 of 12; the norm is over all of them."""
     monkeypatch.setattr(triton_delta, "_FEW_HEADS", 0)
     monkeypatch.setattr(triton_delta, "_COLUMNS", 8)
     scene = DeltaScene(setting)
@@ -73,7 +73,7 @@ def test_other_batches_are_left_to_the_parts(setting) -> None:
 
 @pytest.mark.parametrize("setting", [replace(INTERPRETED, dtype=DType.FLOAT16, tolerance=2e-3)])
 def test_short_types_are_rounded_where_the_parts_round(setting) -> None:
-    """So that a token has the same state whether it was prefilled or decoded."""
+    """A token has the same state whether it was prefilled or decoded."""
     whole, apart = DeltaScene(setting), DeltaScene(setting)
     for members in ([4, 0], [0, PADDED]):
         steps = [scene.step(members) for scene in (whole, apart)]
@@ -169,7 +169,7 @@ def test_replays_equal_eager_steps_to_the_bit(setting) -> None:
 
 @in_every_setting
 def test_a_frozen_workspace_has_what_captured_batches_need(setting) -> None:
-    """A2: also where more requests are captured than the limits name."""
+    """A2: also if more requests are captured than the limits allow."""
     scene = DeltaScene(setting)
     scene.backend.init_cuda_graph_state(12, 12)
     captured = Captured(scene, 12)
@@ -194,7 +194,7 @@ def test_a_batch_of_another_backend_is_refused() -> None:
 
 @pytest.mark.cross_compile
 def test_it_compiles_for_gpus_and_holds_a_state_in_registers() -> None:
-    """By Triton's compiler, which needs no GPU. Whether it is right or fast there is not said."""
+    """Triton's compiler needs no GPU. This shows neither correctness nor speed."""
     found = compiled_by(Path(__file__).with_name("cross_compile.py"))
     assert [(sm, by_channel) for sm, by_channel, *_ in found] == [(80, False), (90, False), (90, True), (90, True)]
     for _, _, shared, _, spilled in found:

@@ -57,7 +57,7 @@ def test_eager_verifies_keep_their_own_inputs(setting) -> None:
 
 @in_every_graph_setting
 def test_captured_verifies_of_one_shape(setting) -> None:
-    """A7: two graphs, each replayed with requests of its own; then both are committed."""
+    """A7: two graphs are replayed with different requests; then both are committed."""
     scene = setting.scene(4)
     scene.backend.init_cuda_graph_state(4, 16)
     captures = [Capture(scene, VERIFY, 2, 4, lane=lane) for lane in range(2)]
@@ -117,7 +117,7 @@ ACCEPTED = [2, 4, 1]
 @pytest.mark.parametrize("setting", ON_A_GPU)
 @pytest.mark.parametrize("mode", [DECODE, EXTEND, VERIFY])
 def test_eager_batches_on_two_streams(mode, setting) -> None:
-    """A7, B5: each lane on a stream of its own, with nothing between them but the pool."""
+    """A7, B5: each lane has its own stream; they share only the pool."""
     scene = setting.scene(6)
     lengths = {DECODE: [1, 1, 1], EXTEND: [5, 70, 3], VERIFY: [4, 4, 4]}[mode]
     accepted = torch.tensor(ACCEPTED, device=setting.device)

@@ -39,7 +39,7 @@ def test_it_serves_every_linear_kind_and_no_other() -> None:
 
 
 def test_the_type_of_a_cache_it_does_not_read_is_no_reason() -> None:
-    """D3: beside an MLA backend with an fp8 cache."""
+    """D3: together with an MLA backend with an fp8 cache."""
     assert SPEC.refusals(replace(ON_A_CPU, kv_dtype=DType.FLOAT8_E4M3), Role.LINEAR) == []
 
 

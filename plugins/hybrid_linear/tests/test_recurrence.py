@@ -1,4 +1,4 @@
-"""Both ways through the recurrence against float64, token by token, for any cut of a request into steps."""
+"""Both implementations of the recurrence against float64, token by token, for any division of a request into steps."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def run(way: Callable, inputs: LinearInputs, state: Tensor, device: str = "cpu")
 
 
 def assert_exact(found: tuple[Tensor, Tensor], case: Sequence) -> None:
-    """Relative to 1 where sums of numbers of that size happen to cancel."""
+    """Errors are relative to 1 if sums of numbers of that size cancel."""
     for mine, wanted in zip(
         found, linear_float64.recurrence(case.inputs, case.state.double().numpy(), SCALE), strict=True
     ):
@@ -136,7 +136,7 @@ def test_the_strongest_decays_forget_and_stay_finite(kind, log_decay, way) -> No
 @every_way
 @pytest.mark.parametrize("kind", [AttentionKind.GDN, AttentionKind.KDA, AttentionKind.MAMBA2])
 def test_strong_decays_leave_later_weak_ones_exact(kind, way) -> None:
-    """Behind sums of log decays as low as -1000, float32 would know a difference of theirs to 6e-5."""
+    """Float32 differences of cumulative log decays near -1000 would have an error of 6e-5."""
     case = sequence(kind, LinearDims(2, 2, 16, 16), CHUNK, normalize=True)
     decay = torch.full_like(case.inputs.log_decay, -0.0123)
     decay[:50] = -20.0123

@@ -44,7 +44,7 @@ LENS = [70, 0, 3, 130]
 
 
 class Recorder:
-    """Takes a call where the real signature does; what would vanish in its ``**kwargs`` is no argument."""
+    """Accept the calls that the real signature accepts, without arguments that its ``**kwargs`` would ignore."""
 
     def __init__(self, name: str) -> None:
         self.signature, self.calls = read_signature(OPS / FUNCTIONS[name], name), list[dict[str, Any]]()
@@ -90,7 +90,7 @@ def test_planning_each_kind_calls_a_function_as_it_is(kind, called) -> None:
 
 
 class Part:
-    """Takes a call, or a kernel's launch, where the real signature does; returns its argument ``gives``."""
+    """Accept a call or a kernel launch that the real signature accepts; return its argument ``gives``."""
 
     def __init__(self, name: str, gives: str) -> None:
         self.signature, self.gives, self.calls = read_signature(OPS / PARTS[name], name), gives, list[dict[str, Any]]()

@@ -54,7 +54,7 @@ def test_nothing_accepted_changes_nothing(setting) -> None:
 
 @pytest.mark.parametrize(("setting", "tokens"), [(TORCH, 3), (TORCH, 20), (INTERPRETED, 3)])
 def test_a_commit_equals_an_extend_by_the_accepted_tokens(setting, tokens) -> None:
-    """A7: to the bit where both go the same way through the tokens."""
+    """A7: bit for bit if both process the tokens in the same way."""
     verified, extended = setting.scene(2), setting.scene(2)
     step = verified.run(VERIFY, [1, 0], [tokens, tokens])
     commit(verified, step.batch, [tokens, tokens])

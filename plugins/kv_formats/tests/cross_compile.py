@@ -1,4 +1,4 @@
-"""Compiles the kernels that write rows, for GPUs that need not be there: ``python cross_compile.py SM…``.
+"""Compile the kernels that write rows for GPUs that may be absent: ``python cross_compile.py SM…``.
 
 Prints [SM, format] of all.
 """

@@ -40,7 +40,7 @@ def test_rows_take_the_declared_bytes(format: KVFormat, head: int, latent: int) 
 
 
 def test_a_row_in_fp8_is_its_values_and_then_its_scale() -> None:
-    """As vLLM lays out and rounds them: the scale is the largest magnitude over 448, at least 1e-6."""
+    """Layout and rounding of vLLM: the scale is the largest magnitude divided by 448, at least 1e-6."""
     memory = torch.zeros(2, 1, 2, 2, 132, dtype=torch.uint8)
     layout = "kv pages tokens heads dim"
     pool = MHAPool.over([MHA], {0: memory}, layout, page_size=2, dtype=FP8_PER_TOKEN_HEAD)
@@ -120,7 +120,7 @@ def test_finer_scales_lose_less_than_one_per_layer(outliers: bool) -> None:
 
 
 def test_a_latent_row_keeps_its_rotary_part() -> None:
-    """As in SnapMLA: one scale per token for the latent part."""
+    """Same as in SnapMLA: one scale per token for the latent part."""
     for format in (FP8_PER_TOKEN_HEAD, NVFP4):
         pool = MLAPool([MLA], num_pages=1, page_size=2, dtype=format, device="cpu")
         given = rows(2, 576).bfloat16()

@@ -98,7 +98,7 @@ def test_pools_on_a_gpu_write_by_the_kernel(format: KVFormat, device: str) -> No
 
 @pytest.mark.cross_compile
 def test_it_compiles_for_gpus() -> None:
-    """From SM 80 on, where Triton has no conversion to e4m3."""
+    """From SM 80 on, also where Triton cannot convert to e4m3."""
     found = compiled_by(Path(__file__).with_name("cross_compile.py"), "80", "90", "120")
     assert found == [[sm, str(format)] for sm in (80, 90, 120) for format in (FP8_PER_TOKEN_HEAD, NVFP4)]
 
@@ -106,7 +106,7 @@ def test_it_compiles_for_gpus() -> None:
 @pytest.mark.parametrize("device", DEVICES[1:])
 @formats
 def test_rows_are_written_and_read_without_waiting(format: KVFormat, device: str) -> None:
-    """By the codec, too: it writes where Triton is missing, and always reads."""
+    """Also with the codec, which writes if Triton is missing, and always reads."""
     pool, given = pools(MLAPool, MLA, format, device), rows(8, 1, 112, device=device)
     slots = torch.arange(8, device=device)
     for kernel in (pool._layers[0][0].kernel, None):

@@ -1,4 +1,4 @@
-"""Lets the tests of this package import what they share, and settles how they run."""
+"""Make the shared test modules of this package importable, and configure how tests run."""
 
 import sys
 from pathlib import Path

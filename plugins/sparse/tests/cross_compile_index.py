@@ -1,4 +1,4 @@
-"""Compiles the kernels of an index for GPUs that need not be there. With core/tests on the path:
+"""Compile the kernels of an index for GPUs that may be absent. With core/tests on the path:
 
 python cross_compile_index.py          prints [SM, kernel, shared bytes] of all
 python cross_compile_index.py --table  those for SM 90, with registers and spills by ptxas

@@ -1,4 +1,4 @@
-"""Compressed layers: entries made of windows of tokens, however these come, and attention to them."""
+"""Compressed layers: entries of windows of tokens, for any division into steps, and attention to them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_any_chunks_of_two_requests(steps, sparse):
 @pytest.mark.parametrize("rejected", [1, 4, 5])
 @pytest.mark.sample(2)
 def test_drafts_that_are_taken_back_leave_no_trace(layer, rejected):
-    """Windows that a rejected draft completed, and tokens whose places it took, are as before."""
+    """Windows that a rejected draft completed, and the tokens that it overwrote, are restored."""
     scene = CompressedScene(layer, page_size=32, drafts=5)
     scene.step([6])
     for _ in range(7):

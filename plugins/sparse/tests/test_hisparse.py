@@ -112,7 +112,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.sample(2)
 def test_layers_attend_to_rows_from_the_host_as_float64_does(name, device):
-    """A10: also a layer that shares another one's choice. It has hot buffers of its own."""
+    """A10: also a layer that shares another one's selection. It has separate hot buffers."""
     stage = HotStage(CASES[name], device)
     stage.store_shared()
     batch = stage.planned()
@@ -181,7 +181,7 @@ def test_rows_are_kept_by_layer_in_one_block_of_memory():
 
 
 def test_rows_of_hot_buffers_are_found_by_no_slot_of_the_page_table():
-    """So a model's kernels store no rows there by themselves."""
+    """Therefore a model's kernels cannot store rows there themselves."""
     sizes = HotSizes(max_requests=3, max_tokens=8, max_context=64, buffer_size=5)
     pool = HotPool(layers(5), sizes, num_pages=10, page_size=PAGE, dtype=DType.FLOAT32, device="cpu")
     assert pool.by_slot(0) is None

@@ -1,4 +1,4 @@
-"""What HiSparse refuses: other rows, pools and coordinators, small buffers, and backends that do not claim it."""
+"""Refusals of HiSparse: other rows, pools and coordinators, small buffers, and backends that do not claim it."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that short rows have more groups of scores than they choose."""
+    """Reduce the group size, so that short rows have more groups of scores than selected rows."""
     if find_spec("triton") is not None:
         monkeypatch.setattr("attnplug_sparse.index.triton_topk.group_of", lambda longest: 2)
 
@@ -94,7 +94,7 @@ def test_contexts_far_longer_than_what_is_chosen(mode, new, types, device, monke
 
 @by_kernel
 def test_a_batch_whose_scores_do_not_fit_in_memory_is_chosen_for_in_blocks(device, monkeypatch):
-    """Whole requests of a verify, any rows of an extend."""
+    """Blocks have whole requests in a verify, and any rows in an extend."""
     monkeypatch.setattr(sparse_index, "SCORE_BYTES", 1)
     for name, least in (("extend", 3), ("verify", 2)):
         stage = scene(replace(CASES[name], page_size=4), device)
@@ -194,7 +194,7 @@ def test_one_capture_serves_other_lengths_pages_and_fewer_requests_as_eager_does
 
 @INTERPRETED
 def test_a_plan_reads_the_page_table_that_it_was_last_filled_from():
-    """A captured plan serves several graphs, each with a table of its own."""
+    """A captured plan serves several graphs with different page tables."""
     stage = scene(CASES["decode"])
     batch = stage.planned()
     selected = stage.select(batch)

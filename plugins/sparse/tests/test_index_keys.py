@@ -32,7 +32,7 @@ def index(device: str = "cpu") -> IndexKeyPool:
 
 
 def rows(count: int, width: int, how: str = "cpu") -> Tensor:
-    """Rows whose magnitudes differ by much. fp8 holds those for Triton's interpreter, which rounds as it likes."""
+    """Rows with very different magnitudes. For Triton's interpreter, which rounds otherwise, all are exact in fp8."""
     random = torch.Generator().manual_seed(count)
     made = torch.randn(count, width, generator=random)
     if how.endswith("by triton"):

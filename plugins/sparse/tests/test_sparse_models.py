@@ -10,7 +10,7 @@ import torch
 from attnplug import BackendError, ExtendPath, ForwardMode, PlanError
 from attnplug.host import ExtendPolicy, KVPools, MLAWeights, ModelAttention, plan_forward
 from attnplug.sparse import IndexInputs
-from attnplug.wrappers.forwarding import HybridLinearBackend, SplitBackend, limited_by
+from attnplug.wrappers.forwarding import HybridLinearBackend, SplitBackend
 from attnplug_conformance.arithmetic import pad_rows
 from attnplug_engine.execution.two_batch import BatchSplit, plan_halves, split_batch
 from attnplug_sparse.selection import select_rows
@@ -72,7 +72,7 @@ def test_a_split_is_as_sparse_as_the_weaker_of_both():
     """A9"""
     stage = SparseStage(CASES["decode"])
     split = SplitBackend(stage.backend, Hookless())
-    assert "selected" not in split.claims.extras and limited_by(split, "extras") == ("hookless",)
+    assert "selected" not in split.claims.extras and split.limiting_children["extras"] == ("decode",)
     batch = stage.batch()
     plan_forward(split, batch)
     with raises_naming(BackendError, "select", "decode", "hookless"):

@@ -47,7 +47,7 @@ class TestResults:
     @on_every_device
     @pytest.mark.parametrize(("heads", "page_size"), [(5, 32), (16, 64), (128, 128)])
     def test_decode(self, heads, page_size, device):
-        """A5, C4: it counts in powers of two; any number of heads up to 128 as it is."""
+        """A5, C4: its log-sum-exp is in base 2; any number of heads up to 128 needs no padding."""
         check_decode(build_on(device), device, FP8, page_size, heads)
 
     @on_every_device

@@ -230,7 +230,7 @@ def resources(made) -> str:
 
 
 def table() -> Iterator[tuple[str, Any]]:
-    """Every kernel that the table asks for, by what tells it from others."""
+    """Every kernel that the configuration table needs, by its distinguishing parameters."""
     for parts, rows in ((132, 16), (33, 32), (16, 16), (16, 4096)):
         cut = merge_config(parts, rows, 256, 132)
         name = f"merge {cut.parts} parts, {cut.columns} columns, {cut.warps} warps"

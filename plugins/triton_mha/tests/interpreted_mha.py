@@ -49,8 +49,7 @@ def build(context: BackendContext, choose: Choose | None = None) -> AttentionBac
 
 
 def on(case: KernelCase, device: str) -> KernelCase:
-    """The case as it runs on a device: on a CPU in float32. The interpreter rounds to bfloat16 toward zero, so nothing
-    is judged in it."""
+    """Adapt the case to a device: float32 on a CPU, because the interpreter rounds bfloat16 toward zero."""
     return replace(case, dtype=DType.FLOAT32) if device == "cpu" and case.dtype is DType.BFLOAT16 else case
 
 

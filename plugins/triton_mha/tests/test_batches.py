@@ -40,7 +40,7 @@ class TestBatches:
 
     @on_every_device
     def test_the_page_table_is_read_where_it_lies(self, device):
-        """A part of a larger one, with its columns apart."""
+        """A slice of a larger table, with strided columns."""
         stage = scene(mha(((130, 1), (64, 1), (1, 1)), DECODE, heads=4, head_dim=32), device)
         batch = stage.batch()
         table = batch.geometry.page_table

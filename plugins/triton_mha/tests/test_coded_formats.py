@@ -119,7 +119,7 @@ def test_nvfp4_without_fp8_instructions(device):
 
 @on_every_device
 def test_small_queries_over_a_large_cache(device):
-    """Queries that fp16, in which fp8 rows are multiplied, would hold with a bit or two."""
+    """Queries that are so small that fp16, in which fp8 rows are multiplied, would keep only a bit or two."""
     stage = scene(case(DECODE, (90, 1), (40, 1), head_dim=32, kv_scales=(1e7, 1.0)), device)
     stage.keys = [keys * 1e7 for keys in stage.keys]
     stage.store(LAYER, [(0, before) for before, _ in stage.case.lengths])

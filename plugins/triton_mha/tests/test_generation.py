@@ -46,7 +46,7 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("oracle", MODELS, indirect=True)
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: ",".join(settings) or "default")
 def test_same_tokens_as_transformers_where_bfloat16_can_tell(oracle, settings):
-    """Logits as near to float32's as transformers' own in bfloat16; tokens equal where the margin exceeds that."""
+    """Logits are as close to float32's as transformers' in bfloat16; tokens are equal if the margin exceeds that."""
     oracle.check(attention_backend="triton_mha", **settings)
 
 

@@ -248,7 +248,7 @@ def check_schedules(case: Case, monkeypatch: pytest.MonkeyPatch, module: Any) ->
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors_in_the_kernel_are_found(name, tmp_path, monkeypatch):
-    """By a wrong result, a race or a deadlock, with one of six schedules."""
+    """As a wrong result, a race or a deadlock, with one of six schedules."""
     case, correct, wrong = ERRORS[name]
     module = mutant(gluon_attention, correct, wrong, tmp_path)
     with pytest.raises(AssertionError):

@@ -140,7 +140,7 @@ def test_replay_planning_launches_nothing(device):
 
 @on_a_gpu
 def test_replays_that_overtake_the_device_do_not_overwrite_each_other(device):
-    """Queued one after the other, each with lengths of its own, while the device is busy."""
+    """Replays with different lengths are queued while the device is busy."""
     check_overtaking(*scenes(mha((), DECODE), 1, device))
 
 

@@ -86,7 +86,7 @@ def test_memory_limits_how_many_requests_are_split_and_not_their_bits():
 
 @pytest.mark.parametrize("levels", [frozenset(), frozenset({"run"})])
 def test_without_a_level_nothing_changes(levels):
-    """The table's configurations and schedules, whose kernels know no splits."""
+    """Configurations and schedules are those of the table; its kernels have no splits."""
     stage = scene(mha(((300, 1), (40, 1)), DECODE, 16, 4, 2, 32, levels=levels), "cpu")
     for schedule, _ in stage.backend._metadata(stage.geometry()).schedules.values():
         assert schedule.configuration == small(2, 2, 2, 0)

@@ -51,7 +51,8 @@ def last_result(task: Task, device: str, make: Build) -> tuple[Tensor, bool]:
 def test_a_captured_chain_gives_what_torch_native_gives(
     tokens: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU the captured batch runs as it is. Its table is for the longest context, its lengths on the device."""
+    """On a CPU the captured batch runs eagerly. Its page table is for the longest context, its lengths are on the
+    device."""
     monkeypatch.setattr("attnplug_tune.stage.CALLS", 2)
     dtype = DType.FLOAT32 if device == "cpu" else DType.BFLOAT16
     task = Task(

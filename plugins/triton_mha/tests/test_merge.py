@@ -40,14 +40,14 @@ def cut(**changes: Any) -> Choose:
 
 
 def poisoned(case: KernelCase, device: str, choose: Choose) -> KernelScene:
-    """The case with NaN where partial results will be."""
+    """The case with NaN in the memory of partial results."""
     stage = scene(case, device, choose)
     stage.workspace.request("test", stage.device, SCRATCH, 1).buffer.fill_(255)
     return stage
 
 
 def tiles(stage: KernelScene) -> torch.Tensor:
-    """Parts and places of all tiles, as they are planned now."""
+    """Planned parts and places of all tiles."""
     ((schedule, _),) = stage.backend.init_forward_metadata(stage.batch()).metadata.schedules.values()
     assert schedule.separate_merge is not None
     return schedule.separate_merge.tiles
@@ -109,7 +109,7 @@ class TestBatches:
     @on_every_device
     @pytest.mark.parametrize(("requests", "cached"), [(1, 700), (8, 800)])
     def test_many_parts(self, requests, cached, device):
-        """All at once, or where the batch is planned for requests that are alike, by several rounds."""
+        """All parts at once, or in several rounds if the batch is planned for equal requests."""
         case = mha(((cached, 1), *((0, 1),) * (requests - 1)), DECODE, 16, 8, 1, 32)
         stage = check_separate(case, device, cut(programs=20))
         ((schedule, _),) = stage.backend.init_forward_metadata(stage.batch()).metadata.schedules.values()

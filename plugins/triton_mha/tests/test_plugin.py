@@ -151,7 +151,7 @@ def test_auto_prefers_flashattention_where_it_can_run(roles: tuple[str, ...], ch
 
 
 def test_auto_takes_it_for_graphs_that_flashattention_cannot_capture_without_its_library() -> None:
-    """D3: in both roles, since a backend is judged by the graphs that are asked for in each."""
+    """D3: in both roles, because requested graphs are checked per role."""
     if requirement_refusal(FA4, "flash_attn.cute") is None:
         pytest.skip("flash-attn-4 is installed, and captures")
     problem = replace(ON_AN_H200, cuda_graph=GraphLevel.UNIFORM)

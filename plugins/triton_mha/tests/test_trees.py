@@ -28,7 +28,7 @@ TALL = MHAKernelConfig(64, 16, 4, 2, programs=2, overlap=False)
 
 
 def trees(rows: int, prefixes: tuple[int, ...] = (0, 37, 64), **changes: Any) -> KernelCase:
-    """A tree of its own for every request; groups of two heads share keys and values."""
+    """Every request has another tree; groups of two heads share keys and values."""
     given = {"page_size": 16, "heads": 4, "kv_heads": 2, "head_dim": 32, "seed": rows}
     given["trees"] = random_trees(len(prefixes), rows, seed=rows)
     return mha(tuple((prefix, rows) for prefix in prefixes), VERIFY, **{**given, **changes})
@@ -66,7 +66,7 @@ def test_a_tree_may_be_written_after_its_plan(device):
 
 @pytest.mark.parametrize("cut", [LOW, SINGLE], ids=["low", "single"])
 def test_a_chain_is_a_causal_batch(cut):
-    """Bit for bit: the same kernel, and steps are where they were."""
+    """Bit for bit: kernel and steps are the same."""
     tree, causal = (scene(trees(6, trees=some), "cpu", lambda *_: cut) for some in ((chain(6),) * 3, None))
     for mine, theirs in zip(tree.results(), causal.results(), strict=True):
         assert torch.equal(mine, theirs)
@@ -107,7 +107,7 @@ def test_a_cache_in_a_coded_format(cut, format, device):
 
 @on_every_device
 def test_trees_are_read_where_they_lie(device):
-    """A part of a larger tensor, with its columns apart."""
+    """A slice of a larger tensor, with strided columns."""
     stage = scene(trees(4), device)
     batch = stage.batch()
     wide = torch.full((3, 12), -1, dtype=torch.int64, device=device)

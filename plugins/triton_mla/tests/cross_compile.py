@@ -214,7 +214,7 @@ def resources(made) -> str:
 
 
 def table() -> Iterator[tuple[str, Any]]:
-    """Every kernel that the table asks for, by what tells it from others."""
+    """Every kernel that the configuration table needs, by its distinguishing parameters."""
     for entry, queries, block in ((RAGGED, 1, 16), (INVARIANT[0], 1, 256), (RAGGED, 0, 16), (INVARIANT[-1], 0, 1024)):
         name = f"plan   {queries} queries, splits of {entry.split}, {block} requests"
         yield name, plan(90, asdict(entry), queries, block)

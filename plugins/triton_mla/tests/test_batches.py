@@ -80,7 +80,7 @@ class TestBatches:
 
     @on_every_device
     def test_small_queries_over_a_large_fp8_cache(self, device):
-        """Queries that fp16, in which fp8 rows are multiplied, would hold with a bit or two."""
+        """Queries that are so small that fp16, in which fp8 rows are multiplied, would keep only a bit or two."""
         given = ((90, 1), (40, 1))
         stage = scene(mla(given, DECODE, heads=2, kv_dtype=FP8, kv_scales=(1e7, 1e7)), device)
         stage.keys = [rows * 1e7 for rows in stage.keys]
@@ -123,7 +123,7 @@ class TestBatches:
     )
     @pytest.mark.sample(2)
     def test_queries_in_two_parts(self, heads, kv_dtype, mode, new, device):
-        """As a host has them that absorbs itself: latent parts head by head, rotary parts within wider rows."""
+        """Queries of a host that absorbs itself: latent parts by head, rotary parts within wider rows."""
         given = lengths(3, 60, new, seed=heads)
         stage = scene(mla(given, mode, heads=heads, kv_dtype=kv_dtype, dtype=DType.FLOAT16, padding=2), device)
         joined, lse = stage.results()
@@ -207,12 +207,14 @@ class TestConfigurations:
         ("mode", "new", "heads", "prefixes"), [(VERIFY, 8, 24, (0, *[60] * 40)), (DRAFT_EXTEND, 100, 16, (0, 30, 70))]
     )
     def test_parts_that_see_no_row(self, mode, new, heads, prefixes, device):
-        """Early tokens of a request do not see its last step, with which a program may begin, and go on to a tile."""
+        """A program may begin with the last step of a request, which early tokens do not see, and continue with the
+        next tile."""
         check(mla(tuple((prefix, new) for prefix in prefixes), mode, heads=heads), device)
 
     @pytest.mark.parametrize(("kernel", "tile"), [("triton", 16), ("low", 16), ("wide", 64)])
     def test_queries_lie_as_the_kernels_read_them(self, kernel, tile, monkeypatch):
-        """Those in Gluon copy 16 bytes at once, and compile for an address and strides that are multiples alone."""
+        """Gluon kernels copy 16 bytes at a time, and are compiled only for addresses and strides that are multiples of
+        16."""
         from attnplug_triton_mla import attention
 
         given: list[torch.Tensor] = []

@@ -100,7 +100,7 @@ def check_schedules(config: MLAKernelConfig, monkeypatch: pytest.MonkeyPatch, mo
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors_in_the_kernels_are_found(name, tmp_path, monkeypatch):
-    """By a wrong result or a race, with one of six schedules."""
+    """As a wrong result or a race, with one of six schedules."""
     config, correct, wrong = ERRORS[name]
     module = mutant(MODULES[config.kernel], correct, wrong, tmp_path)
     with pytest.raises((GluonError, CheckFailure)):

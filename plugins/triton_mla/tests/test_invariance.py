@@ -73,7 +73,7 @@ def test_memory_limits_how_many_requests_are_split_and_not_their_bits():
 
 @pytest.mark.parametrize("levels", [frozenset(), frozenset({"run"})])
 def test_without_a_level_nothing_changes(levels):
-    """The table's configurations and schedules, whose kernels know no splits; and all paths of an extend."""
+    """Configurations and schedules are those of the table, without splits; all paths of an extend are claimed."""
     stage = scene(mla(((300, 1), (40, 1)), DECODE, 16, 4, levels=levels), "cpu")
     schedule = stage.backend._metadata(stage.geometry()).schedule
     assert schedule.configuration == small(4, 2, 0)

@@ -85,7 +85,7 @@ class TestPlans:
     @on_every_device
     @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (EXTEND, 3)])
     def test_new_rows_go_where_the_host_says(self, mode, new, device):
-        """-1 is padding: nothing is written of it. The cache is read by the page table all the same."""
+        """-1 is padding, which is not written. The cache is still read by the page table."""
         stage = scene(mla(((100, 1), (30, new)), mode, heads=2), device)
         stage.store(LAYER, [(0, total) for total in stage.totals])
         batch = stage.batch()

@@ -49,7 +49,7 @@ def batch_of(seed: int) -> tuple[list[int], list[int]]:
 @pytest.mark.parametrize("page_size", [1, 16, 48])
 @pytest.mark.sample(4)
 def test_new_rows_are_the_last_of_their_request(page_size, uniform, device):
-    """As a loop finds them; -1 for a row before the first, and for rows that no request has."""
+    """Reference by a loop; -1 for rows in front of the first, and for rows of no request."""
     lens = [0, 1, 3, 16, 47, 48, 300]
     new = [3] * 7 if uniform else [0, 1, 3, 2, 40, 0, 150]
     padding = 0 if uniform else 140
@@ -223,7 +223,7 @@ def test_every_split_is_computed_once_at_its_position(seed, queries, grows, devi
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_is_launched_early_does_not_follow_the_plan_at_once(overlap, device):
-    """It reads the schedule before it waits: another kernel comes between, which sets the last number."""
+    """It reads the schedule before it waits, so another kernel, which sets the last number, separates them."""
     shape = BatchShape(1, 1, 1, 4, 16, 3)
     schedule = MLASchedule.reserve(shape, MLAKernelConfig(16, 16, 4, 2, overlap=overlap), 6, torch.device(device))
     schedule.numbers.fill_(-7)
@@ -233,7 +233,7 @@ def test_what_is_launched_early_does_not_follow_the_plan_at_once(overlap, device
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_lengths_of_64_bits(device):
-    """As some engines keep them."""
+    """Some engines keep such lengths."""
     shape = BatchShape(2, 2, 1, 4, 16, 3)
     schedule = MLASchedule.reserve(shape, MLAKernelConfig(16, 16, 4, 2), 6, torch.device(device))
     table = torch.arange(6, dtype=torch.int32, device=device).view(2, 3)

@@ -75,7 +75,7 @@ def test_packed_rows_are_attended_to_as_float64_does(device):
 
 
 def test_rows_from_the_host_are_attended_to_as_float64_does():
-    """A10: the coordinator came with the context. A layer that shares a choice has rows of its own brought in."""
+    """A10: the coordinator comes from the context. For a layer that shares a selection, it loads that layer's rows."""
     stage = HotStage(CASES["verify of trees"], "cpu", build)
     stage.store_shared()
     batch = stage.planned()
@@ -95,7 +95,7 @@ def test_contexts_far_longer_than_what_is_chosen(heads, mode, new, device):
 
 @on_every_device
 def test_a_batch_that_is_chosen_for_in_blocks_is_attended_to_in_blocks(device):
-    """Whole requests of a verify, any rows of an extend."""
+    """Blocks have whole requests in a verify, and any rows in an extend."""
     for name, least in (("extend", 3), ("verify", 2)):
         stage = scene(replace(CASES[name], page_size=4), device)
         stage.backend._sparse.index._nbytes = 4 * 8 * (64 + 64)  # for 4 rows of up to 64 cache rows

@@ -26,7 +26,7 @@ on_a_gpu = pytest.mark.parametrize("device", DEVICES[1:])
 
 
 def trees(rows: int, prefixes: tuple[int, ...] = (0, 37, 64), **changes: Any) -> KernelCase:
-    """A tree of its own for every request."""
+    """Every request has another tree."""
     given = {"page_size": 16, "heads": 2, "trees": random_trees(len(prefixes), rows, seed=rows), "seed": rows}
     return mla(tuple((prefix, rows) for prefix in prefixes), VERIFY, **{**given, **changes})
 
@@ -75,7 +75,7 @@ def test_a_tree_may_be_written_after_its_plan(device):
 
 
 def test_a_chain_is_a_causal_batch():
-    """Bit for bit: the same kernel, and steps are where they were."""
+    """Bit for bit: kernel and steps are the same."""
     tree, causal = scene(trees(6, trees=(chain(6),) * 3), "cpu"), scene(trees(6, trees=None), "cpu")
     for mine, theirs in zip(tree.results(), causal.results(), strict=True):
         assert torch.equal(mine, theirs)
@@ -96,7 +96,7 @@ def test_what_a_row_must_not_see_may_be_nan(device):
 
 @on_every_device
 def test_trees_are_read_where_they_lie(device):
-    """A part of a larger tensor, with its columns apart."""
+    """A slice of a larger tensor, with strided columns."""
     stage = scene(trees(4), device)
     batch = stage.batch()
     wide = torch.full((3, 12), -1, dtype=torch.int64, device=device)

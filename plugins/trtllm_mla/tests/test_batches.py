@@ -51,7 +51,7 @@ class TestDecode:
         check_verify(build_on(device), device, kv_dtype, new)
 
     def test_more_requests_with_a_log_sum_exp_than_scratch_has_room_for_are_several_calls(self):
-        """The launcher takes 2 KiB a head and request for it, and raises where there is too little."""
+        """The launcher needs 2 KiB per head and request for it, and raises if there is less."""
         flashinfer = ReferenceFlashInfer()
         case = mla(lengths(40, 100, 1, seed=3), DECODE, heads=128)
         check_absorbed(case, "cpu", partial(reference_trtllm, flashinfer=flashinfer))
@@ -289,8 +289,8 @@ class TestPlanning:
 class TestEveryVersion:
     @pytest.mark.parametrize("version", [None, NEWEST])
     def test_decode_verify_and_ragged_calls_are_taken(self, version):
-        """C4: by the signatures of the pinned FlashInfer and of the newest claimed; the two differ in the base of the
-        log-sum-exp that they can be asked for."""
+        """C4: checked against the signatures of the pinned FlashInfer and of the newest supported one, which differ in
+        the bases of the log-sum-exp that they offer."""
         if flashinfer_folder(version) is None:
             pytest.skip(f"flashinfer {version} is not unpacked; make test does it")
         build = partial(reference_trtllm, flashinfer=ReferenceFlashInfer(version))

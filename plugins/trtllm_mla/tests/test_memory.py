@@ -27,7 +27,7 @@ def trtllm_mla(context: BackendContext) -> TRTLLMMLABackend:
 
 
 def test_one_scratch_buffer_and_semaphores_apart_from_it(monkeypatch):
-    """A2: the fallback asks for as much of the same kind, and gets the very same memory."""
+    """A2: the fallback requests the same amount of the same kind, and gets the same memory."""
     given = pretend(monkeypatch)
     stage = KernelScene(CASE, "cpu", trtllm_mla)
     scratch, semaphores = stage.workspace.report()

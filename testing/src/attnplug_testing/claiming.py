@@ -9,7 +9,7 @@ from attnplug.host import Registry, load_registry
 
 
 def registry_claiming(name: str, levels: Collection[str]) -> Registry:
-    """Return the installed backends, of which ``name`` claims ``levels``."""
+    """Return the installed backends; ``name`` claims ``levels``."""
     found = load_registry()
     own = found.get(name)
     claims = replace(own.spec.capabilities, invariant=frozenset(levels))

@@ -164,7 +164,7 @@ class Partition:
 class Pending:
     """A copy or a product that has been started."""
 
-    __array_ufunc__ = None  # an operator on it is an error: nobody has waited for it
+    __array_ufunc__ = None  # an operator on it is an error: no wait precedes it
 
     def __init__(self, execute: Callable[[], None], queue: list[Pending] | None, numbers: random.Random) -> None:
         self.execute, self.priority, self.finished = execute, numbers.random(), False

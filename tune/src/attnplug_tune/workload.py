@@ -59,7 +59,7 @@ class Workload:
         return tuple(each.spec.name for each in ordered if tasks_of(each, self.problems, self.points))
 
     def chosen(self, names: str | None, render: Render, *, auto: bool = True) -> tuple[str, ...]:
-        """Requested backends, each of which must be usable, or all usable ones if ``names`` is None.
+        """Return the requested backends, which must all be usable, or all usable ones if ``names`` is None.
 
         ``auto``: whether ``auto`` itself may be requested.
         """

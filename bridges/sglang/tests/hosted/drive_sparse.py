@@ -109,7 +109,7 @@ def batch_of(mode: Any, prefixes: list[int], new: list[int], table: Tensor) -> A
 
 
 def indexer() -> Any:
-    """SGLang's indexer with what its selection reads. Its constructor asks for a GPU."""
+    """SGLang's indexer with the fields that its selection reads. Its constructor requires a GPU."""
     made = Indexer.__new__(Indexer)
     torch.nn.Module.__init__(made)
     made.index_topk, made.n_heads, made.sm_count = TOPK, INDEX_HEADS, 64

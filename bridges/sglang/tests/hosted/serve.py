@@ -14,7 +14,7 @@ from typing import Any
 
 
 def serve(folder: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Tokens of every prompt, then of the last two again, whose rows are in the cache by then."""
+    """Tokens of every prompt, then of the last two again, with their rows in the cache."""
     import sglang
 
     from tiny_checkpoints import TOKENS, prompts

@@ -32,7 +32,7 @@ OURS = "attnplug:torch_native"
 
 
 def serve(folder: Path, *cases: dict[str, Any], paths: Sequence[str] = (), **environment: str) -> list[dict[str, Any]]:
-    """Run each case in an engine of its own. ``paths``: further folders from which the engine's processes import."""
+    """Run each case in its own engine. ``paths``: further folders from which the engine's processes import."""
     found = results(["serve.py", str(folder), *map(json.dumps, cases)], len(cases), paths, environment)
     assert len(found) == len(cases)
     return found
@@ -69,7 +69,7 @@ def test_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
 
 
 def test_tokens_equal_sglangs_own_backend_and_split_with_it(tmp_path: Path) -> None:
-    """Pages of one token; ours for both roles, and for prefill or decode alone beside SGLang's."""
+    """Pages of one token. Our backend serves both roles, or one role with SGLang's for the other."""
     folder = tiny_checkpoints.save("llama", tmp_path)
     theirs, ours, prefill, decode = serve(
         folder,
@@ -193,6 +193,6 @@ def test_what_cannot_serve_is_refused_before_processes_start(tmp_path: Path) -> 
         {"attention_backend": "attnplug:triton_mla"},
         {"attention_backend": OURS, "enable_pdmux": True},
     )
-    assert "asked for by --attention-backend" in by_device["refused"]
+    assert "requested by --attention-backend" in by_device["refused"]
     assert "change --device" in by_device["refused"]
     assert "--enable-pdmux" in by_option["refused"]

@@ -89,7 +89,7 @@ def check_call(
             "train with attn_implementation='sdpa'"
         )
     if dropout:
-        raise BridgeError(f"{name} asks for dropout {dropout}: backends support only inference; call model.eval()")
+        raise BridgeError(f"{name} requests dropout {dropout}: backends support only inference; call model.eval()")
     causal = others.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         text = f"{name} is not causal (encoder or cross attention); backends support only causal attention"

@@ -141,7 +141,7 @@ class CapturedShardedStep:
 
 
 def write(call: LayerCall, planner: GroupPlanner, slots: Tensor) -> None:
-    """Write the new rows of which this rank has the slots; the others have slot -1."""
+    """Write the new rows whose slots are on this rank; all others have slot -1."""
     if not call.save or call.k is None or call.v is None:
         return
     pool = planner.group.pools().mha

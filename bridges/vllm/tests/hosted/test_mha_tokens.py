@@ -63,7 +63,7 @@ def test_windows_and_full_attention_are_two_groups_with_a_backend_each(models, m
     with engine(models.path("gemma2"), {**asking(), "block_size": 16}) as llm:
         log = "".join(capfd.readouterr())
         (line,) = (line for line in log.splitlines() if "attnplug: " in line)
-        assert line.count("prefill by torch_native (asked for by --additional-config.attnplug.backend)") == 2
+        assert line.count("prefill by torch_native (requested by --additional-config.attnplug.backend)") == 2
         assert "2 layers, window 48: " in line and "2 layers: " in line
         assert "Cannot use" not in log
         builders = [group.get_metadata_builder() for groups in runner(llm).attn_groups for group in groups]

@@ -72,7 +72,7 @@ def test_chunks_of_64_in_blocks_of_16_and_prefix_hits(deepseek, monkeypatch):
 
 
 def test_vllms_own_prefill_stays_unless_one_is_named_and_decode_goes_by_batch(deepseek, monkeypatch, tmp_path):
-    """By a table of this machine's: long requests are decoded by another backend than short ones."""
+    """With a table for this machine, long requests are decoded by another backend than short ones."""
     (layer, *_) = load_model(deepseek.path("dense")).layers
     twins = measured_twins(monkeypatch, tmp_path, layer, DType.FLOAT32)
     monkeypatch.setattr(selection, "registry", lambda: twins)
@@ -122,8 +122,8 @@ def test_what_cannot_be_is_refused_before_weights_are_loaded(deepseek, changes, 
 
 
 def test_two_tensor_parallel_ranks_in_processes_of_their_own_verify_drafts(deepseek, monkeypatch):
-    """Uniform batches of four tokens a request, and batches where drafts are shorter. In processes of their own, since
-    numba makes the drafts: vLLM starts no engine where it was imported."""
+    """Uniform batches of four tokens per request, and batches with shorter drafts. Runs in separate processes: numba
+    makes the drafts, and vLLM does not start an engine after it was imported."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}

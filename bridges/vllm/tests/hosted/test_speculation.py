@@ -19,7 +19,7 @@ def test_a_draft_runs_on_a_backend_that_is_named_for_it(models, monkeypatch):
 
 
 def test_drafts_are_verified(models, monkeypatch):
-    """Uniform batches of four tokens a request, and mixed ones where drafts are shorter."""
+    """Uniform batches of four tokens per request, and mixed ones with shorter drafts."""
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     given = [
         torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(seed)).tolist()[:440] for seed in (7, 8)

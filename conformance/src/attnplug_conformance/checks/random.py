@@ -97,7 +97,7 @@ def _plan(drawn: Drawn, scene: Scene, batch: ForwardBatch) -> None:
 
 @contextmanager
 def _late_tree(tree: Tensor) -> Iterator[None]:
-    """Replace trees by roots, each of which attends only to itself, until the end of the block."""
+    """Replace trees by roots that attend only to themselves, until the end of the block."""
     written = tree.clone()
     tree.copy_(torch.ones_like(tree) << torch.arange(tree.shape[1], device=tree.device))
     yield

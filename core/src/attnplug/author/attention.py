@@ -243,7 +243,7 @@ class PlannedAttention(PlannedBackend):
 
     @abstractmethod
     def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
-        """Run one layer over the planned rows, of which there is at least one.
+        """Run one layer over the planned rows; there is at least one.
 
         q is ``[plan.query_rows, heads, width]``; ``extras.q_rope`` and ``extras.selected`` have as many rows. ``new``
         is (k, v) with as many rows, already written to the cache; ``None`` if the cache had them before the call.

@@ -64,8 +64,8 @@ class ServedLayers:
         extras = NO_EXTRAS if extras is None else extras
         if unclaimed := extras.given() - self._extras:
             raise BackendError(
-                f"backend {self._name} was asked for {', '.join(sorted(unclaimed))}; "
-                f"it knows {', '.join(sorted(self._extras)) or 'no extras'}"
+                f"backend {self._name} was called with {', '.join(sorted(unclaimed))}; "
+                f"it supports {', '.join(sorted(self._extras)) or 'no extras'}"
             )
         if extras.lse is not None:
             check_lse(extras.lse, q)

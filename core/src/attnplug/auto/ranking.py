@@ -62,11 +62,11 @@ NOT_MEASURED = 2.0
 _SHOWN = {Role.PREFILL: BatchPoint(1, 4096, 4096), Role.DECODE: BatchPoint(1, 4096, 1)}
 """Batches whose times are shown, or the nearest measured ones."""
 _MEASURED_AS = {Role.DRAFT: Role.DECODE}
-_AGAIN = "measure it again by 'attnplug tune', or ask for it by name"
+_AGAIN = "measure it again by 'attnplug tune', or request it by name"
 _BY_BATCH = (Role.PREFILL, Role.DECODE)
 
 _warned: set[str] = set()
-"""Faults that this process has reported. A host asks for a ranking at several places."""
+"""Faults that this process has reported. A host requests a ranking at several places."""
 
 Times = Mapping[str, Mapping[BatchPoint, float]]
 

@@ -200,8 +200,9 @@ class ExtendSchedule(BackendSchedule):
     """Fastest backend for each extend, mixed batches included. Its points need not form a grid.
 
     Batches are compared by the logarithms of their totals: requests, new tokens, and pairs of a new token and a row it
-    attends to. The time per unit of work is the mean over the six nearest points, weighted by distance: that of the
-    backend with the most points, with which others are compared at shared points. None is chosen far from its own.
+    attends to. The backend with the most points is the reference: its time per unit of work is the mean over the six
+    nearest points, weighted by distance. Other backends are compared with it at the points that both have. A backend
+    whose points are all far from a batch is not chosen for it.
     """
 
     def __init__(self, times: Mapping[str, Mapping[Any, float]]) -> None:
@@ -222,21 +223,25 @@ class ExtendSchedule(BackendSchedule):
         return self._nearby(_place(query_lens, kv_lens))
 
     def _times_at(self, place: tuple[int, ...]) -> dict[str, float]:
-        points = sorted((max(math.dist(place, at), 0.1), point, _work(at)) for at, point in self._places)
-        known = {name: [each for each in points if times[each[1]] < math.inf] for name, times in self._filled.items()}
-        most = max(known, key=lambda name: len(known[name]))
-        base, far = self._filled[most], known[most][0][0] + _FAR
-        time = _work(place) * _mean([(near, base[point] / work) for near, point, work in known[most]], far)
-        return {
-            name: time * _mean([(near, times[p] / base[p]) for near, p, _ in known[name] if base[p] < math.inf], far)
-            for name, times in self._filled.items()
-        }
+        near = sorted((max(math.dist(place, at), 0.1), point, _work(at)) for at, point in self._places)
+        known = {name: [each for each in near if times[each[1]] < math.inf] for name, times in self._filled.items()}
+        reference = max(known, key=lambda name: len(known[name]))
+        base, farthest = self._filled[reference], known[reference][0][0] + _FAR
+        time = _work(place) * _mean([(away, base[point] / work) for away, point, work in known[reference]], farthest)
+        found = {}
+        for name, times in self._filled.items():
+            shared = [(away, times[point] / base[point]) for away, point, _ in known[name] if base[point] < math.inf]
+            found[name] = time * _mean(shared, farthest)
+        return found
 
 
 def _mean(values: Sequence[tuple[float, float]], far: float) -> float:
-    """Geometric mean, weighted by distance, of the first six of ``(distance, value)``; infinite if all are far."""
-    near = [(distance**-4, math.log(value)) for distance, value in values[:6] if values[0][0] <= far]
-    return math.exp(sum(w * log for w, log in near) / sum(w for w, _ in near)) if near else math.inf
+    """Geometric mean, weighted by distance, of the first six of ``(distance, value)``; infinite if the first is far."""
+    if not values or values[0][0] > far:
+        return math.inf
+    weights = [distance**-4 for distance, _ in values[:6]]
+    logs = [math.log(value) for _, value in values[:6]]
+    return math.exp(sum(weight * log for weight, log in zip(weights, logs, strict=True)) / sum(weights))
 
 
 def _place(query_lens: Sequence[int], kv_lens: Sequence[int]) -> tuple[int, ...]:

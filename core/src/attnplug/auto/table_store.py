@@ -31,7 +31,7 @@ _MOST = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class MeasuredShape:
-    """Layer shape of a measurement per rank, ``[heads, head_dim]`` and more: what a time depends on beside the batch.
+    """Layer shape of a measurement on one rank, ``[heads, head_dim]`` and more. With the batch it determines the time.
 
     ``head_dim`` is the width of a cached key row; for MLA, of the latent row that all heads share. ``value_dim`` is the
     width of a value row; for MLA, ``kv_lora_rank``. ``window`` and ``topk`` are 0 if a layer attends to all rows.
@@ -169,7 +169,7 @@ def _rows(title: str, rows: Iterable[Any]) -> Iterable[Measurement]:
         elif type(row[3]) is not bool or (row[3] and row[0] == 1):
             problem = "ragged is true or false, and false of one request"
         elif not row[5] <= row[4] <= row[6]:
-            problem = "the median lies between low and high"
+            problem = "the median must be between low and high"
         elif tuple(row[:4]) in shapes:
             problem = "its (requests, length, tokens, ragged) come twice; keep one"
         else:
@@ -379,7 +379,7 @@ def load_tables(plugins: Plugins, processor: Processor) -> Tables:
 
 
 def _outdated(found: FoundTable, backend: Registered, processor: Processor) -> str | None:
-    """Reason why a table no longer applies; None if it does, empty if what it measured is not installed."""
+    """Reason why a table no longer applies; None if it applies, empty if a measured distribution is not installed."""
     table, origin = found.table, found.origin
     known = {backend.source.distribution: backend.source.version, DRIVER: processor.driver}
     here = {name: known[name] if name in known else installed_version(name) for name in table.versions}

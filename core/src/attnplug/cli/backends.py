@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from attnplug.cli import output
 from attnplug.cli.app import option, refusal_as_json
@@ -16,8 +16,7 @@ from attnplug.declare.spec import Source
 from attnplug.registry.registry import ALLOW_VARIABLE, Registry, load_registry
 
 
-@dataclass(frozen=True, slots=True)
-class BackendRow:
+class BackendRow(NamedTuple):
     """One backend or plugin of the listing. ``status`` is ``usable``, ``refused``, ``broken`` or ``blocked``."""
 
     name: str

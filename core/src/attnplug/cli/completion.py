@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,8 +26,7 @@ _VALUES = {
 """Completions of an option's value, by metavar. Other options take files or values that cannot be listed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """One option of a command. ``value`` is the metavar of its value, or None for a flag."""
 
     name: str

@@ -244,7 +244,7 @@ class ForwardBatch:
         rows than planned, and if the geometry was replaced after planning.
         """
         if plan is None:
-            raise PlanError(f"backend {planner.name} was asked to run a batch that has no plan; plan the batch first")
+            raise PlanError(f"backend {planner.name} was called for a batch without a plan; plan the batch first")
         found, mode = plan.part_of(planner), self.geometry.mode
         if found is None:
             planners = plan.planner_names()

@@ -131,7 +131,7 @@ class HostContext:
             if pool is not None and (pool.page_size, pool.dtype) != (self.page_size, self.kv_dtype):
                 raise PoolError(
                     f"the context has pages of {self.page_size} in {self.kv_dtype}, but a pool has pages of "
-                    f"{pool.page_size} in {pool.dtype}; make both alike"
+                    f"{pool.page_size} in {pool.dtype}; use the same for both"
                 )
         # With a coordinator, pages of the MLA pool are not those of the page table.
         mla = self.pools.mla if self.coordinator is None else None
@@ -139,7 +139,7 @@ class HostContext:
             if mla is not None and (cache.page_size, cache.num_pages) != (mla.page_size, mla.num_pages):
                 raise PoolError(
                     f"the {key.name} have {cache.num_pages} pages of {cache.page_size}, and the latent rows "
-                    f"{mla.num_pages} of {mla.page_size}; one page table leads to both, so make them alike"
+                    f"{mla.num_pages} of {mla.page_size}; one page table addresses both, so use the same for both"
                 )
 
     def for_backend(

@@ -330,9 +330,7 @@ class Geometry:
         if not 0 <= first <= self.requests:
             raise PlanError(f"a batch of {self.requests} requests cannot be split after {first}")
         if self.new_lens is not None and self.host is None:
-            raise PlanError(
-                "a batch whose requests differ is split by exact lengths on the host; call with_host_lengths() first"
-            )
+            raise PlanError("a ragged batch is split by exact lengths on the host; call with_host_lengths() first")
         rows = first * self.max_new if self.new_lens is None else sum(self._exact().query_lens[:first])
         halves = divide(self, first, rows)
         for half, count, lane in zip(halves, (rows, self.rows - rows), lanes or (self.lane, self.lane), strict=True):
@@ -439,7 +437,7 @@ def _device_slots(table: Tensor, lens: Sequence[int], page_size: int) -> Tensor:
 
 
 def _host_slots(table: Tensor, lens: Sequence[int], page_size: int) -> Tensor:
-    """Same as ``_device_slots`` with numpy, whose small operations cost a third of torch's.
+    """Same as ``_device_slots`` with numpy: its small operations take a third of the time of torch's.
 
     It still takes half of the time of planning a decode step.
     """

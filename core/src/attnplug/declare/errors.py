@@ -219,4 +219,6 @@ def _plain(value: object) -> object:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return sorted((_plain(item) for item in value), key=str) if isinstance(value, Set) else str(value)
+    if isinstance(value, Set):
+        return sorted((_plain(item) for item in value), key=str)
+    return str(value)

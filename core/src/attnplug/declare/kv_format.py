@@ -116,7 +116,7 @@ class KVFormat:
 
     @property
     def group(self) -> int:
-        """Number of values of which the width of a row must be a multiple."""
+        """The width of a row must be a multiple of this many values."""
         return math.lcm(*(part.per for part in self.parts if part.per is not None))
 
     @property

@@ -107,7 +107,9 @@ def _choices(hint: Any) -> dict[str, Any] | None:
     """Return the values of a Literal or an Enum by the text that a user types; ``None`` for other types."""
     if get_origin(hint) is Literal:
         return {str(choice): choice for choice in get_args(hint)}
-    return {str(member.value): member for member in hint} if isinstance(hint, type) and issubclass(hint, Enum) else None
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return {str(member.value): member for member in hint}
+    return None
 
 
 def _read(hint: Any, text: str) -> Any:

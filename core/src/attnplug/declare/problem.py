@@ -254,7 +254,9 @@ class Problem:
     @property
     def device_architecture(self) -> Architecture | None:
         """Architecture with which requirements of backends are compared; ``None`` if it is undecided."""
-        return self.architecture if self.device != "cuda" else None if self.sm is None else SM(self.sm)
+        if self.device != "cuda":
+            return self.architecture
+        return None if self.sm is None else SM(self.sm)
 
     @property
     def extend_path(self) -> ExtendPath | None:

@@ -187,7 +187,7 @@ def _environment_refusals(can: Capabilities, problem: Problem, role: Role | None
     devices = can.devices or {problem.device or ""}
     yield from _unsupported(RefusalCode.DEVICE, "device", problem.device, devices, Setting.DEVICE)
     if problem.device in devices:
-        # No setting: nobody can change the device.
+        # No setting: a user cannot change the device.
         here, on_cuda = problem.device_architecture, problem.device == "cuda"
         requirement = (can.min_sm, can.max_sm) if on_cuda else can.architectures.get(problem.device or "")
         try:

@@ -47,7 +47,7 @@ def _softmax(config: Config) -> LayerSpec:
     if head_dim is None:
         hidden = config.integer("hidden_size")
         if hidden % heads:
-            raise config.wrong("hidden_size", f"a multiple of num_attention_heads ({heads}) where head_dim is not set")
+            raise config.wrong("hidden_size", f"a multiple of num_attention_heads ({heads}) if head_dim is not set")
         head_dim = hidden // heads
     scale = config.optional_number("attention_multiplier")
     if scale is None:

@@ -84,7 +84,7 @@ class RowFormat:
         heads: int = 1,
         separate: bool = False,
     ) -> RowFormat:
-        """Return the storage of rows of ``width`` values, the last ``rope`` of which are rotary columns.
+        """Return the storage of rows of ``width`` values; the last ``rope`` of them are rotary columns.
 
         Raises PoolError for a scale that the format does not have, and PluginError for a codec that contradicts it.
         """

@@ -49,7 +49,7 @@ class Workspace:
         if nbytes > have:
             if allocate is None:
                 raise WorkspaceError(
-                    f"{owner} asks for {nbytes} bytes of {self.kind.name} workspace, but it is frozen at {have}: "
+                    f"{owner} requests {nbytes} bytes of {self.kind.name} workspace, but it is frozen at {have}: "
                     "captured graphs hold its address; request the maximum before graphs are captured"
                 )
             device = self.buffer.device
@@ -93,7 +93,7 @@ class WorkspaceOwner:
         """
         if nbytes < 1 or lane < 0:
             raise WorkspaceError(
-                f"{owner} asks for {nbytes} bytes of {kind.name} workspace in lane {lane}; ask for 1 or more, in "
+                f"{owner} requests {nbytes} bytes of {kind.name} workspace in lane {lane}; request 1 or more, in "
                 "lane 0 or higher"
             )
         place = torch.device(device)
@@ -103,7 +103,7 @@ class WorkspaceOwner:
         for _, other, _ in self._workspaces:
             if other.name == kind.name and other != kind:
                 raise WorkspaceError(
-                    f"{owner} asks for workspace {kind.name!r} with zeroed={kind.zeroed}, "
+                    f"{owner} requests workspace {kind.name!r} with zeroed={kind.zeroed}, "
                     f"but it exists with zeroed={other.zeroed}; another contract needs another name"
                 )
         workspace = self._workspaces.get(key) or Workspace(kind, key[0], lane)

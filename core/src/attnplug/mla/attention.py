@@ -163,8 +163,8 @@ class MLAAttention:
             forced = requested or self.policy.forced
             if forced not in (None, ExtendPath.ABSORBED):
                 raise PlanError(
-                    f"the extend path {forced} is asked for, and the model's layers read further caches in place, so "
-                    f"they run {ExtendPath.ABSORBED} only; ask for that one, or for none"
+                    f"the extend path {forced} is requested, and the model's layers read further caches in place, so "
+                    f"they run {ExtendPath.ABSORBED} only; request that one, or none"
                 )
             return ExtendPath.ABSORBED
         if mode.is_decode or not geometry.rows:
@@ -231,7 +231,9 @@ class MLAAttention:
         planned = plan.query_rows
         self._pool.write(layer.layer_id, plan.new_slots, rows[:planned])
         out = self._as_mha(q[:planned], rows[:planned], layer, weights, plan.metadata, batch.plan.chunks)
-        return out if q.shape[0] == planned else torch.cat([out, out.new_zeros(q.shape[0] - planned, *out.shape[1:])])
+        if q.shape[0] == planned:
+            return out
+        return torch.cat([out, out.new_zeros(q.shape[0] - planned, *out.shape[1:])])
 
     @staticmethod
     def _check_queries(q: Tensor, layer: LayerSpec, *, absorbed: bool) -> None:
@@ -292,13 +294,9 @@ def plan_prefix_chunks(prefix_lens: Sequence[int], capacity: int) -> tuple[Chunk
     are. (Dividing the capacity evenly among requests would leave most of it unused once the short ones end.)
     Requests without a prefix appear in no chunk, since kernels return garbage for empty spans.
     """
-    if capacity < 1:
-        raise ValueError(f"a chunk capacity of {capacity} rows holds nothing; give 1 or more")
     chunks: list[list[Span]] = []
     free = 0
     for request, prefix_len in enumerate(prefix_lens):
-        if prefix_len < 0:
-            raise ValueError(f"request {request} has a prefix of {prefix_len} rows")
         start = 0
         while start < prefix_len:
             if not free:

@@ -56,7 +56,7 @@ class ExtendPolicy:
         forced = requested or (self.forced if mode is ForwardMode.EXTEND else None)
         if forced is not None:
             if forced not in abilities:
-                raise PlanError(f"the extend path {forced} is asked for, but the backend can run {able}")
+                raise PlanError(f"the extend path {forced} is requested, but the backend can run {able}")
             return forced
         absorbed = ExtendPath.ABSORBED in abilities
         total, prefix = sum(kv_lens), sum(kv_lens) - sum(query_lens)

@@ -198,7 +198,7 @@ def build_chosen(
             if registry.strict or request.options.get(name) or by_name:
                 raise
             left_out[name] = Refusal(RefusalCode.FACTORY, str(error), value=name)
-            warnings.warn(f"{error}; auto goes on without it", PluginWarning, stacklevel=2)
+            warnings.warn(f"{error}; auto continues without it", PluginWarning, stacklevel=2)
 
 
 def choose_importable(

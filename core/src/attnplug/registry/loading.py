@@ -305,7 +305,7 @@ def load_plugin(point: EntryPoint, source: Source, known: dict[str, Any]) -> Loa
                 raise PluginError("it provides nothing: all of its hooks returned nothing")
             return Loaded(source, **results)
     except KeyboardInterrupt as error:
-        # Either the user's, who wants to know what took so long, or the plugin's own: Python cannot tell them apart.
+        # The interrupt is the user's, or raised by the plugin: Python cannot distinguish them.
         raise KeyboardInterrupt(f"while loading plugin {source.entry_point} ({source})") from error
     except BaseException as error:  # plugins raise anything: SystemExit, types of their own
         text = describe_error(error)

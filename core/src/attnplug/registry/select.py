@@ -234,7 +234,7 @@ def _raise_if_options_unused(registry: Registry, request: BackendRequest, choice
             roles = backend.spec.capabilities.roles  # the setting for all of them, or for the first one
             both = {Role.PREFILL, Role.DECODE} <= roles
             also = [Setting.ATTENTION_BACKEND if both else min(roles, key=list(Role).index).setting]
-            remedy = f"; ask for it with `{also[0]}` {name}"
+            remedy = f"; request it with `{also[0]}` {name}"
         raise UsageError(
             f"`{given}` is given, but {name} is not chosen for any role (chosen: {', '.join(sorted(chosen)) or 'none'})"
             f"{remedy}",

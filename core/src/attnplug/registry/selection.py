@@ -104,7 +104,7 @@ class RoleChoice:
         if self.chosen is None:
             return "nothing can serve"
         if self.requested != AUTO:
-            return f"asked for by {render(self.setting) or self.setting}"
+            return f"requested by {render(self.setting) or self.setting}"
         refused = sum(bool(candidate.refusals) for candidate in self.candidates)
         return f"auto: {self.rank}" + (f"; {refused} refused" if refused else "")
 
@@ -194,7 +194,7 @@ def refusal_lines(selection: Selection, render: Render) -> Iterator[str]:
             continue
         asked, own = choices[0].candidates[0].backend, choices[0].role.setting
         by = " and ".join(dict.fromkeys(render(choice.setting) or choice.setting for choice in choices))
-        yield f"{asked.spec.name} ({asked.source}) was asked for by {by} and cannot serve {roles}:"
+        yield f"{asked.spec.name} ({asked.source}) was requested by {by} and cannot serve {roles}:"
         reasons: dict[str, list[RoleChoice]] = {}
         for choice in choices:
             for refusal in sorted(choice.candidates[0].refusals, key=lambda each: -_FAR.get(each.code, 1)):
@@ -274,7 +274,7 @@ def _outcome(choice: RoleChoice, render: Render) -> str:
     if choice.chosen is not None:
         return f"{' or '.join(b.spec.name for b in choice.serving)} ({choice.why(render)})"
     if choice.requested != AUTO:
-        return f"{choice.requested} was asked for and cannot serve"
+        return f"{choice.requested} was requested and cannot serve"
     if any(choice.role in candidate.backend.spec.capabilities.roles for candidate in choice.candidates):
         return "no installed backend can serve"
     return "no backend is installed for this role; 'attnplug backends' reports broken and blocked ones"

@@ -159,14 +159,6 @@ class ForwardingBackend(ABC):
         return found
 
 
-def limited_by(backend: object, claim: str) -> tuple[str, ...]:
-    """Return the names of the backends that weakened a claim of a wrapper; empty for other backends."""
-    if not isinstance(backend, ForwardingBackend):
-        return ()
-    children = [backend.children[label] for label in backend.limiting_children.get(claim, ())]
-    return tuple(name for child in children for name in limited_by(child, claim) or (child.backend_id.name,))
-
-
 def planner_claims(backend: AttentionBackend, plan: Plan) -> Claims:
     """Return the claims of a plan's own planners: ``planner_claims(backend, batch.plan.attention)``."""
     if not isinstance(backend, ForwardingBackend):
@@ -322,7 +314,7 @@ class HybridLinearBackend(ForwardingBackend):
     ) -> Plan | None:
         if FULL not in self.children:
             raise PlanError(
-                f"{self.backend_id.name} was asked to plan the chunks of an MLA prefill, and its model has no "
+                f"{self.backend_id.name} was called to plan the chunks of an MLA prefill, but its model has no "
                 "full-attention layer"
             )
         return self.chunk_plan(FULL, forward_batch, disable_flashinfer_ragged)

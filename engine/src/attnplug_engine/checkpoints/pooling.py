@@ -57,7 +57,7 @@ class EmbeddingRules:
         prefix = self.prompts[name]
         if prefix and not self.pools_prompt and self.pooling is Pooling.MEAN:
             raise UsageError(
-                f"{self.source} asks for a mean that leaves out the prompt {prefix!r}, which is not supported; put "
+                f"{self.source} requires a mean that leaves out the prompt {prefix!r}, which is not supported; put "
                 "another text before your prompts yourself, or use another `pooling`",
                 settings=["pooling"],
             )
@@ -131,7 +131,7 @@ def _read_pooling(path: Path, chosen: Pooling | None) -> tuple[Pooling, bool]:
     if pooling is None:
         given = " and ".join(map(str, modes)) if isinstance(modes, list) else repr(modes)
         raise UsageError(
-            f"{path} asks for the pooling {given:.100}, which is not supported; supported is one of "
+            f"{path} requires the pooling {given:.100}, which is not supported; supported is one of "
             f"{', '.join(_MODES)}, and --pooling chooses one in its place"
         )
     return pooling, config.get("include_prompt") is not False

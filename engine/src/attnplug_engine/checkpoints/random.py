@@ -1,4 +1,4 @@
-"""Random weights with the interface of a checkpoint, for models of which only the config exists.
+"""Random weights with the interface of a checkpoint, for models that have only a config.
 
 A tensor depends only on the seed, its name and the type of device that draws it: neither on the order of calls, nor on
 the number of ranks. Tiny models are drawn on the CPU, so they are the same everywhere. Shapes are those that the model
@@ -62,7 +62,7 @@ class RandomCheckpoint:
 
     @classmethod
     def of_folder(cls, reference: str, *, seed: int = 0, device: torch.device | str = "cpu") -> RandomCheckpoint:
-        """A checkpoint of which only the config is read. A GPU draws a billion numbers in milliseconds."""
+        """Checkpoint with random weights, made from the config alone. A GPU draws a billion numbers in milliseconds."""
         return cls(text_config(checkpoint_config(reference), reference), seed=seed, name=reference, device=device)
 
     def names(self) -> Sequence[str]:

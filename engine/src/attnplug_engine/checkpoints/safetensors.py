@@ -209,7 +209,7 @@ class Checkpoint:
             return None
         try:
             found = self._opened(self._files[name]).get_slice(self.stored_name(name))
-        except SafetensorError:  # the index lies, which reading reports
+        except SafetensorError:  # the index is wrong, which reading reports
             return None
         return StoredTensor(str(found.get_dtype()), tuple(found.get_shape()))
 

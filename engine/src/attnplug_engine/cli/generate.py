@@ -170,7 +170,7 @@ def _generate(
                 if writer is not None:
                     writer.add(completion)
                 bar.advance(task)
-    except BrokenPipeError:  # the reader is gone, so there is nothing to report to
+    except BrokenPipeError:  # the reader closed the pipe
         raise
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt)

@@ -95,7 +95,7 @@ def _json(line: str, where: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. Raises UsageError for a key that is given twice, of which ``json`` keeps the last."""
+    """Return a JSON object. Raises UsageError for a repeated key; ``json`` would keep the last one."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:

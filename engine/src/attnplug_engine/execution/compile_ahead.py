@@ -160,7 +160,7 @@ def record(
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": modules}
     environment.pop("TRITON_INTERPRET", None)
     environment["FLASHINFER_DISABLE_JIT"] = "1"  # its modules do not run on fake tensors
-    # Its errors go to a file: a pipe that nobody reads would block it.
+    # Its errors go to a file: a pipe without a reader would block it.
     with (
         TemporaryFile() as errors,
         subprocess.Popen(

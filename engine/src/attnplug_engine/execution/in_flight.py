@@ -14,7 +14,7 @@ from attnplug_engine.scheduling.step import PENDING, Step
 
 
 class StepInFlight:
-    """A launched step: its tokens, and log probabilities for the requests that ask for them.
+    """A launched step: its tokens, and log probabilities for the requests that want them.
 
     ``replayed`` says that a captured graph ran it. ``output`` is given if that graph itself writes the tokens to the
     host.
@@ -42,7 +42,7 @@ class StepInFlight:
         return self._output.tokens()
 
     def logprobs(self) -> dict[int, TokenLogprobs]:
-        """Return log probabilities by request id, for requests that ask for them. Call it after ``tokens``."""
+        """Return log probabilities by request id, for requests that want them. Call it after ``tokens``."""
         return {} if self._logprobs is None else self._logprobs.by_request(self._asking)
 
 

@@ -244,7 +244,7 @@ class Logprobs:
         return {request.id: one for request, one in found if one is not None}
 
     def each(self, requests: Sequence[Request]) -> list[TokenLogprobs | None]:
-        """Return, for the request of each row, the number of entries that it asked for; None for a row without a token.
+        """Return, for the request of each row, the number of entries that it requests; None for a row without a token.
 
         Tokens that cannot be chosen are left out. Waits for the device.
         """

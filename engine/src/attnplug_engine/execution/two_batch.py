@@ -99,9 +99,7 @@ def split_request(geometry: Geometry, at: BatchSplit, lanes: tuple[int, int]) ->
     """Divide a geometry behind ``at.rows`` new rows of request ``at.requests``; see :func:`split_batch`."""
     request, cut = at.requests, at.rows
     if geometry.new_lens is not None and geometry.host is None:
-        raise PlanError(
-            "a batch whose requests differ is split by exact lengths on the host; call with_host_lengths() first"
-        )
+        raise PlanError("a ragged batch is split by exact lengths on the host; call with_host_lengths() first")
     lens = [geometry.max_new] * geometry.requests if geometry.new_lens is None else list(geometry.query_lens)
     new = lens[request] if 0 <= request < geometry.requests else 0
     if not 0 < cut < new:

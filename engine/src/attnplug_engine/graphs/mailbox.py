@@ -76,7 +76,7 @@ class Mailbox(Generic[Host]):
 
 def _wait_for(outputs: Sequence[StepOutput | None], module: Any) -> None:
     if module is not None and module.is_available() and module.is_current_stream_capturing():
-        return  # a capture begins by waiting for everything, and must not wait once it has begun
+        return  # a capture first waits for the device, and must not wait after it has begun
     for output in outputs:
         if output is not None:
             output.tokens()

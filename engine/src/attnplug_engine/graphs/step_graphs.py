@@ -176,7 +176,7 @@ def prefill_job(
         except torch.OutOfMemoryError:
             if keep_all or runner.parallel.size > 1:
                 raise
-            prefill.drop(size)  # no setting asked for this size
+            prefill.drop(size)  # no setting requests this size
 
     return CaptureJob(sizes, capture_one, lambda: prefill.sizes, is_prefill=True)
 

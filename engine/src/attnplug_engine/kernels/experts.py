@@ -1,4 +1,4 @@
-"""MLPs of routed experts in a few kernels, whose launches do not depend on the number of tokens per expert.
+"""MLPs of routed experts in a few kernels. Launches do not depend on the number of tokens per expert.
 
 A *pair* is a token and one of its experts, numbered ``token * k + place``. A program handles a block of pairs of one
 expert and some of the expert's columns. ``_sort_pairs`` sorts the pairs by expert, ``_up_projection`` computes their

@@ -85,7 +85,7 @@ _LONGEST = 8192
 
 @lru_cache(maxsize=256)
 def choose_few(outputs: int, inputs: int, tiles: int = 1) -> GemmConfig:
-    """Return the configuration for a 16-bit matrix ``[tiles * outputs, inputs]``, of which a program takes ``tiles``
+    """Return the configuration for a 16-bit matrix ``[tiles * outputs, inputs]``. A program computes ``tiles``
     blocks."""
     return FEW_ROW_CONFIGS.get((tiles * outputs, inputs)) or _few(inputs, tiles, 2)
 

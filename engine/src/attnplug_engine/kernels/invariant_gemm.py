@@ -62,7 +62,7 @@ class InvariantTile:
 TILES = (InvariantTile(16, 64, 128, 4, 6), InvariantTile(64, 64, 128, 4, 4), InvariantTile(128, 128, 64, 8, 3))
 """By the number of rows: the first that holds them all, or the last."""
 GATED_TILES = (InvariantTile(16, 64, 128, 8, 4), InvariantTile(64, 64, 64, 8, 4), InvariantTile(128, 64, 64, 8, 3))
-"""The same for a gated matrix, of which a program has two blocks of ``columns`` rows."""
+"""The same for a gated matrix. A program has two blocks of ``columns`` rows of it."""
 FLOAT32_TILE = InvariantTile(16, 32, 32, 4, 1)
 
 

@@ -1,4 +1,4 @@
-"""Products of one or two rows with a large matrix, whose first weights are in shared memory before the input is there.
+"""Products of one or two rows with a large matrix. The first weights are in shared memory before the input is ready.
 
 While attention runs, memory is idle. ``skinny_gemm`` loads weights into registers before it waits for its input, but
 the kernels before it leave few registers. Here weights are copied to shared memory, which those kernels hardly use. A

@@ -1,4 +1,4 @@
-"""Products of 9 to 64 rows with a matrix of few rows, whose columns are divided over programs (split-K).
+"""Products of 9 to 64 rows with a matrix of few rows. Its columns are divided among programs (split-K).
 
 A matrix of few rows has few blocks of 64, and with smaller blocks all programs together read the input more often than
 the matrix. So a program multiplies some columns of a block. Partial sums go to scratch memory in float32, and the

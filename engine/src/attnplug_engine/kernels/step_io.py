@@ -63,7 +63,7 @@ def begin(
     mailbox: MailboxTensors, page_table: Tensor, ids: Tensor, positions: Tensor, rows: Tensor, seq_lens: Tensor,
     mirror: Tensor, tokens: Tensor,
 ) -> None:  # fmt: skip
-    """Read the next slot's inputs to the mailbox's memory, of which ``rows`` and ``seq_lens`` are views. Fill
+    """Read the next slot's inputs to the mailbox's memory; ``rows`` and ``seq_lens`` are views of it. Fill
     ``page_table [requests, pages]``, ``ids`` and ``positions [requests]`` for requests at ``rows`` of the table
     ``mirror`` and of ``tokens``. A position is the length minus one; 0 for a padded request."""
     requests, pages = page_table.shape

@@ -59,7 +59,7 @@ def gpt_oss(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
 
 
 class StackedExperts(Experts):
-    """Experts with biases whose stored tensors hold all experts, with gate and up in turn.
+    """Experts with biases. Stored tensors hold all experts, with gate and up rows interleaved.
 
     In MXFP4 they are ``gate_up_proj_blocks [experts, 2 * width, hidden / 32, 16]`` and ``down_proj_blocks [experts,
     hidden, width / 32, 16]`` with their ``_scales``. Otherwise they are transposed: ``gate_up_proj [experts, hidden,

@@ -137,7 +137,7 @@ class Weights:
         return key, value
 
     def _kv_scale(self, kind: str) -> float | None:
-        # By llm-compressor, by ModelOpt, of stacked projections; and by AutoFP8, of keys and values alike.
+        # Names by llm-compressor, ModelOpt, for stacked projections, and by AutoFP8 (one for keys and values).
         names = (f"{kind}_scale", f"{kind}_proj.{kind}_scale", f"qkv_proj.{kind}_scale", "kv_scale")
         name = next(filter(self.holds, names), None)
         if name is None:

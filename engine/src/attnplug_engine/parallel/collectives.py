@@ -46,7 +46,7 @@ def allowed_ranks(fitting: Sequence[int]) -> str:
 
 
 class RankLost(AttnplugError):
-    """A collective failed because another rank is gone. ``rank`` is the one that noticed."""
+    """A collective failed because another rank has exited. ``rank`` is the one that noticed."""
 
     def __init__(self, rank: int, error: RuntimeError) -> None:
         first = str(error).partition("\n")[0]
@@ -184,7 +184,7 @@ class ProcessGroupParallel:
     def close(self) -> None:
         """End the group that ``join`` started, once all ranks have arrived; a group passed to the constructor stays."""
         if self._owned and dist.is_initialized():
-            with suppress(RuntimeError):  # do not wait for a rank that is gone
+            with suppress(RuntimeError):  # do not wait for a rank that has exited
                 dist.barrier()
             dist.destroy_process_group()
         self._owned = False

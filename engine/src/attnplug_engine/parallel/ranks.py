@@ -29,7 +29,7 @@ _COPY = "ATTNPLUG_PROMPTS_COPY"
 """Environment variable of a rank: file with a copy of what the parent process has read from a pipe."""
 
 _LOST = 69
-"""Exit code of a rank that ended because another one is gone; it has nothing to report."""
+"""Exit code of a rank that ended because another one exited; it has nothing to report."""
 _PATIENCE = 10.0
 """Seconds that the other ranks have to end after a failure: the first rank usually reports it best."""
 _PAUSE = 0.05
@@ -80,7 +80,7 @@ def join_ranks(size: int, asked: str | None) -> TensorParallel:
 def leave_ranks(parallel: TensorParallel, code: int) -> int:
     """Leave the ranks joined by :func:`join_ranks`, with the command's exit code.
 
-    Ranks leave together: if one is gone while another's torch still listens to it, torch may abort the other. Ranks
+    Ranks exit together: if one has exited while another's torch still listens to it, torch may abort the other. Ranks
     other than the first end right here, without torch's shutdown.
     """
     from attnplug_engine.parallel.collectives import ProcessGroupParallel
@@ -115,7 +115,7 @@ def _take_device(rank: int, name: str, module: Any) -> None:
 
 
 def _end_with_parent() -> bool:
-    """End this process when its parent is gone, however that ended: the parent's end of the pipe closes.
+    """End this process when its parent has exited for any reason: the parent's end of the pipe closes.
 
     Returns True if :func:`run_ranks` started this process.
     """
@@ -267,7 +267,7 @@ def _wait(ranks: list[_Rank]) -> int:
         patience -= _PAUSE if failed or any(rank.code == _LOST for rank in ranks) else 0
     codes = [rank.code for rank in ranks]
     if any(code is not None and code > 0 and code != _LOST for code in codes):
-        # One rank has something to report. torch may abort a rank at any time when others are gone.
+        # One rank has something to report. torch may abort a rank at any time after others have exited.
         codes = [_LOST if code == -signal.SIGABRT else code for code in codes]
     _raise_if_killed(codes)
     if codes[0] not in (None, 0, _LOST) or not any(codes):

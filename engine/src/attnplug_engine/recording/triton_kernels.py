@@ -21,7 +21,7 @@ Report = Callable[[Mapping[str, object]], None]
 
 
 class CompilePool:
-    """Up to ``workers`` forked processes, each of which compiles one kernel into Triton's disk cache.
+    """Up to ``workers`` forked processes. Each compiles one kernel into Triton's disk cache.
 
     A process is forked per kernel, so a compiler that crashes costs one kernel. Forking is safe, because this process
     has no CUDA context. ``report`` is called in the fork with the kernel's name, seconds and ``cached``, or its

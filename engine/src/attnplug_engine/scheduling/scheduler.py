@@ -429,7 +429,7 @@ class Scheduler:
         return request
 
     def _finish(self, request: Request, reason: FinishReason, computed: int) -> None:
-        """End a request of which finished steps have computed ``computed`` tokens."""
+        """End a request. ``computed`` is the number of its tokens that finished steps have computed."""
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         request.computed = computed

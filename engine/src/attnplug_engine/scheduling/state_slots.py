@@ -61,7 +61,7 @@ class StateSlots:
             return _NEVER
         multiple = (computed // self._checkpoint + 1) * self._checkpoint
         last = (len(request.prompt) - 1) // self._page_size * self._page_size
-        # For a short prompt, a step of its own behind its last page does not pay: nothing is admitted beside a prefill.
+        # For a short prompt, a separate step behind its last page does not pay: a prefill admits no other request.
         return min(multiple, last) if self._checkpoint < last and computed < last else multiple
 
     def reserve(self, entries: Sequence[StepEntry]) -> tuple[tuple[int, int], ...]:

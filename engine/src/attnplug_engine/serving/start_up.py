@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from attnplug import GraphLevel, PoolError, UsageError
+from attnplug.host import ForwardingBackend
 from attnplug.machine.runtime import runtime_of
-from attnplug.wrappers.forwarding import limited_by
 from attnplug_engine.execution.runner import ModelRunner
 from attnplug_engine.graphs.capture import GraphCapture
 from attnplug_engine.graphs.decode import DecodeGraphs, GraphReport
@@ -60,7 +60,7 @@ def capture_graphs(
     options: EngineOptions,
     progress: Callable[[int, int], None] | None = None,
 ) -> GraphReport:
-    """Capture the steps that options ask for and backends can capture. Raises UsageError or PoolError."""
+    """Capture the steps that options request and backends can capture. Raises UsageError or PoolError."""
     level, limits = runner.attention.graph_level, limited_by(runner.backend, "cuda_graph")
     backend, target_limits = runner.backend, limits
     if rounds is not None and rounds.draft is not None and rounds.draft.attention.graph_level < level:
@@ -121,11 +121,19 @@ def _prefill_sizes(
     names = " and ".join(limits) or runner.backend.backend_id.name
     if asked is not None:
         raise UsageError(
-            f"`{PREFILL_SIZES.name}` asks for CUDA graphs of prefills, and {names} cannot capture them; leave it "
+            f"`{PREFILL_SIZES.name}` requests CUDA graphs of prefills, and {names} cannot capture them; leave it "
             "out, or choose backends that capture any batch: `attnplug backends` lists these with graphs always",
             settings=[PREFILL_SIZES.name, "attention_backend"],
         )
     return (), f"{names} cannot capture it"
+
+
+def limited_by(backend: object, claim: str) -> tuple[str, ...]:
+    """Return the names of the backends that weakened a claim of a wrapper; empty for other backends."""
+    if not isinstance(backend, ForwardingBackend):
+        return ()
+    children = [backend.children[label] for label in backend.limiting_children.get(claim, ())]
+    return tuple(name for child in children for name in limited_by(child, claim) or (child.backend_id.name,))
 
 
 def equalize_pages(runner: ModelRunner) -> None:

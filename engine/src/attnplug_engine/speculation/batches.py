@@ -19,7 +19,7 @@ from attnplug_engine.speculation.round_state import Members
 
 @dataclass(frozen=True, slots=True)
 class RoundShape:
-    """Shape of a batch before it is made: ``rows`` per request, the last of which ends ``more`` rows behind the
+    """Shape of a batch before it is made: ``rows`` per request. The last row is ``more`` rows behind the
     committed ones."""
 
     mode: ForwardMode

@@ -48,7 +48,7 @@ class RoundOutput:
         return [row[2 : 2 + row[1]] for row in numbers]
 
     def logprobs(self) -> dict[int, list[TokenLogprobs]]:
-        """Return log probabilities of each new token by request id, for requests that ask for them. Call it after
+        """Return log probabilities of each new token by request id, for requests that want them. Call it after
         ``tokens``."""
         logprobs: dict[int, list[TokenLogprobs]] = {}
         if self._logprobs is not None:
@@ -59,7 +59,7 @@ class RoundOutput:
 
 
 class RoundsInFlight:
-    """A launched step: new tokens, and log probabilities for requests that ask for them. ``replayed``: graphs ran its
+    """A launched step: new tokens, and log probabilities for requests that want them. ``replayed``: graphs ran its
     round; ``replayed_prefill``: a graph ran its target's prefill."""
 
     def __init__(
@@ -74,5 +74,5 @@ class RoundsInFlight:
         return [new for part in self._parts for new in part.tokens()]
 
     def logprobs(self) -> dict[int, list[TokenLogprobs]]:
-        """Return log probabilities by request id, for requests that ask for them. Call it after ``tokens``."""
+        """Return log probabilities by request id, for requests that want them. Call it after ``tokens``."""
         return {request: logprobs for part in self._parts for request, logprobs in part.logprobs().items()}

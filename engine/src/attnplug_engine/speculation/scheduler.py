@@ -1,4 +1,4 @@
-"""Scheduler of a speculating engine: a decoding request runs in rounds, each of which yields 1 to N tokens."""
+"""Scheduler of a speculating engine: a decoding request runs in rounds of 1 to N tokens each."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RoundScheduler(Scheduler):
     is scheduled while it has a token left to compute even if each round in flight yields just one.
 
     Termination: every round yields at least one token. ``add`` reserves room beyond a request's last token, as much as
-    the last round that may be scheduled asks for, so alone it always gets its pages.
+    the last round that may be scheduled needs, so alone it always gets its pages.
 
     A request begins its rounds when its prefill is complete, however few tokens that has: the end of a prefill leaves
     the first proposal. ``short_hits`` is the number of following tokens on which a draft's cache row depends: the last

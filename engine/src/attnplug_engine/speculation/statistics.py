@@ -18,7 +18,7 @@ class RoundStatistics:
     """
 
     steps: int
-    """Proposed tokens per round, one behind the other."""
+    """Depth of a draft: proposed tokens per round in one chain."""
     rounds: int = 0
     tokens: int = 0
     batches: int = 0

@@ -132,7 +132,7 @@ class TreeGrowth:
         if nodes - 1 > count:
             raise UsageError(
                 f"a tree of {nodes} nodes was requested, and {self.rows // self.topk} steps with {self.topk} branches "
-                f"have {count + 1}; ask for up to {count + 1}, or for more steps or branches"
+                f"have {count + 1}; request up to {count + 1}, or for more steps or branches"
             )
         if kernels.usable(tokens):
             from attnplug_engine.kernels.draft_tree import prune

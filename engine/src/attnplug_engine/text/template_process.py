@@ -29,7 +29,7 @@ _OUT_OF_MEMORY = 77  # exit code
 
 
 class TemplateProcess:
-    """Handle of the worker process. A process that exceeded a limit is gone; the next call starts another one.
+    """Handle of the worker process. A process that exceeds a limit ends; the next call starts another one.
 
     Calls of several threads run one after another. The worker ends when this process ends, however that happens.
     """

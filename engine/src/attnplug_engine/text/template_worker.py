@@ -184,7 +184,7 @@ def main() -> None:
     try:
         for line in sys.stdin.buffer:
             request = json.loads(line)
-            # SIGALRM has no handler: it ends the process, even if the parent is gone.
+            # SIGALRM has no handler: it ends the process, even if the parent has exited.
             signal.setitimer(signal.ITIMER_REAL, request["seconds"])
             text = json.dumps(answer(request["template"], request["variables"]), ensure_ascii=False)
             answered = text.encode(errors="surrogatepass")

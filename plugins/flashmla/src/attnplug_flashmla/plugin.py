@@ -37,7 +37,7 @@ def attnplug_backends() -> list[BackendSpec]:
     return [
         BackendSpec(
             name="flashmla",
-            summary="MLA decode and verify by FlashMLA on Hopper GPUs; prefill is another backend's",
+            summary="MLA decode and verify by FlashMLA on Hopper GPUs; another backend prefills",
             contract="1.0",
             factory="attnplug_flashmla.factory:FlashMLABackend",
             requires=((LIBRARY, "flash_mla"),),
@@ -63,7 +63,7 @@ def attnplug_backends() -> list[BackendSpec]:
         ),
         BackendSpec(
             name="flashmla_sparse",
-            summary="MLA over the rows that an index chooses by FlashMLA on Hopper GPUs, bfloat16 or 656 bytes a row",
+            summary="Sparse MLA by FlashMLA on Hopper GPUs, over bfloat16 rows or rows of 656 bytes (fp8_ds_mla)",
             contract="1.0",
             factory="attnplug_flashmla.factory:SparseFlashMLABackend",
             requires=((LIBRARY, "flash_mla"),),

@@ -90,7 +90,7 @@ TABLE_FP8: tuple[tuple[int, int, MHAKernelConfig], ...] = (
     *TABLE[4:],
 )
 """Table for fp8 caches: a row has half the bytes, so a step has twice as many rows."""
-# Instructions, not bytes, limit rows with scales of their own: fewer warps that multiply more rows have fewer of them.
+# Rows with their own scales are limited by instructions, not bytes: fewer warps with more rows execute fewer of them.
 _PER_TOKEN = replace(_MANY, warps=2)
 TABLE_PER_TOKEN = (
     TABLE_FP8[0],

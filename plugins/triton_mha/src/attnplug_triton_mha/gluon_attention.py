@@ -52,7 +52,7 @@ _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 def swizzled_rows(rows: Tensor, box: int = MAX_BOX.value) -> TensorDescriptor:
-    """Return a descriptor of ``rows`` ``[rows, columns]``, of which ``box`` rows and a chunk of columns are copied."""
+    """Return a descriptor of ``rows`` ``[rows, columns]`` that copies ``box`` rows and a chunk of columns at a time."""
     layout = gl.NVMMASharedLayout(128, 16, rank=2)
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [box, CHUNK.value], layout)
 

@@ -294,7 +294,7 @@ def attend(
         stop_token = end_token
         if SPLIT > 0:
             if stored_at >= 0:
-                stop_token = first_token + taken * STEP  # also splits of which no row is seen are merged
+                stop_token = first_token + taken * STEP  # splits without a visible row are merged, too
             whole_top, whole_total = top, tl.zeros([TILE], tl.float32)
             whole_0, whole_1, whole_2, whole_3 = sum_0, sum_1, sum_2, sum_3
             first_slot = stored_at + tile * splits_before(units * STEP, SPLIT, GROWS)
@@ -303,7 +303,7 @@ def attend(
             ones = tl.full([STEP, 16], 1.0, COUNTED)
         middle = stop_token
         if TREE:
-            # Up to here all is as without a tree: steps that lie before the new rows.
+            # Same as without a tree up to here: steps in front of the new rows.
             bits = tl.load(tree + request.to(tl.int64) * tree_row + query * tree_column, mask=live, other=0)
             middle = first_token + tl.maximum(tl.minimum(prefix, end_token) - first_token, 0) // STEP * STEP
         for part in tl.static_range(1 + TREE):
@@ -368,7 +368,7 @@ def attend(
                 base = tl.where(higher == float("-inf"), 0.0, higher)
                 weights, kept = tl.exp2(logits - base[:, None]), tl.exp2(top - base)[:, None]
                 counted = weights * tl.exp2(-log2_scale)[None, :] if TOKEN_SCALES else weights
-                # Without splits, added up over tokens once, after the loop.
+                # Without splits, summed over tokens once, after the loop.
                 totals = tl.dot(counted.to(COUNTED), ones, totals * kept) if SPLIT > 0 else totals * kept + counted
                 weights = weights.to(TYPE)
                 sum_0, sum_1 = tl.dot(weights, rows_0, sum_0 * kept), tl.dot(weights, rows_1, sum_1 * kept)

@@ -24,7 +24,7 @@ NARROW = MLADims(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16)
 
 
 def small(rows: int, requests: int, tokens: int, **_: bool) -> MLAKernelConfig:
-    """Return a configuration of small tiles, of which small batches have many."""
+    """Return a configuration of small tiles, so that small batches have many."""
     tile = 16 if rows <= 16 else 32
     merge: Literal["last", "kernel"] = "kernel" if requests < 4 else "last"
     return MLAKernelConfig(tile, 16, 4, 2, start_steps=1, merge=merge, merge_columns=512)

@@ -234,7 +234,7 @@ def choose(
             bound, reaching, _ = _threshold(
                 groups, group_list, count, wanted, wanted + wanted // 8, False, BLOCK, CHUNK
             )  # fmt: skip
-            bound = tl.where(reaching < wanted, LOWEST, bound)  # a tree has groups of which nothing is seen
+            bound = tl.where(reaching < wanted, LOWEST, bound)  # a tree has groups without a visible row
             listed = 0
             for first in range(0, count, CHUNK):
                 number = first + tl.arange(0, CHUNK)
