@@ -53,8 +53,7 @@ def _names(backends: Iterable[Registered]) -> str:
 MOST_OCTAVES = 3.0
 """Largest distance of a layer's shape from a measured one: factors of two, summed over heads, widths, window, top-k."""
 HOSTED_OCTAVES = 0.5
-"""Distance between MLA absorbed by its host and the same layers in our engine. Most of a call is the same, unless the
-layers are sparse: then only a call in our engine includes the index."""
+"""Distance between MLA absorbed by its host and the same layers in our engine. Most of a call is the same."""
 TOLERANCE = 1.01
 """A backend joins a schedule only if some batch would take longer than the best time by this factor without it."""
 NOT_MEASURED = 2.0
@@ -63,7 +62,6 @@ _SHOWN = {Role.PREFILL: BatchPoint(1, 4096, 4096), Role.DECODE: BatchPoint(1, 40
 """Batches whose times are shown, or the nearest measured ones."""
 _MEASURED_AS = {Role.DRAFT: Role.DECODE}
 _AGAIN = "measure it again by 'attnplug tune', or request it by name"
-_BY_BATCH = (Role.PREFILL, Role.DECODE)
 
 _warned: set[str] = set()
 """Faults that this process has reported. A host requests a ranking at several places."""
@@ -140,7 +138,7 @@ class Ranking:
         backends = (*(by_name[name] for name in order), *others)
         schedule = None
         by_host = problem.prefilled_by_host and role is Role.PREFILL
-        by_batch = self._per_batch and role in _BY_BATCH and not by_host and not problem.invariant
+        by_batch = self._per_batch and role in (Role.PREFILL, Role.DECODE) and not by_host and not problem.invariant
         if by_batch and len(sharing := _sharing(slowness, order)) > 1:
             kind = ExtendSchedule if role is Role.PREFILL else BackendSchedule
             schedule = kind({name: times[name] for name in sharing})

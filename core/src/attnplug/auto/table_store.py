@@ -35,8 +35,7 @@ class MeasuredShape:
 
     ``head_dim`` is the width of a cached key row; for MLA, of the latent row that all heads share. ``value_dim`` is the
     width of a value row; for MLA, ``kv_lora_rank``. ``window`` and ``topk`` are 0 if a layer attends to all rows.
-    ``hosted``: MLA whose host absorbs the queries. They come in two parts, new rows are cached before the call, and
-    with ``topk`` so is the selection made.
+    ``hosted``: MLA whose host absorbs the queries in two parts, caches new rows, and makes the selection of ``topk``.
     ``path``: the path of MLA extends, up-projections included; None if ``ExtendPolicy`` chose it batch by batch.
     """
 

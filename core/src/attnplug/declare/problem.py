@@ -275,10 +275,9 @@ class Problem:
 
     @property
     def absorbed_by_host(self) -> bool:
-        """True if the host passes absorbed MLA queries over rows that it has cached: with ``mla_by_host``, and if its
-        index selects the rows of all sparse layers."""
-        indexers = [] if self.model is None else [layer.indexer for layer in self.model.layers if layer.indexer]
-        return self.mla_by_host or (bool(indexers) and all(indexer.shares is not None for indexer in indexers))
+        """True if the host passes absorbed MLA queries: with ``mla_by_host``, and if its index selects all rows."""
+        shared = [] if self.model is None else [each.indexer.shares for each in self.model.layers if each.indexer]
+        return self.mla_by_host or (bool(shared) and None not in shared)
 
     def captured(self, roles: Collection[Role | None]) -> GraphLevel:
         """Return the graph level that these roles require. A backend that only prefills takes no part in decode."""
