@@ -61,6 +61,7 @@ GROUPS = (
     Group("mla:16,mla:128,mla:32", MLA),
     Group("mla:16,mla:128,mla:32", FP8_MLA, ("--mla-extend", "absorbed"), ABSORBED, 90),
     Group("gqa:32/8x64,gqa:32/8x128,gqa:64/8x128,gqa:16/8x256", GQA),
+    Group("mla:128k2048", "triton_mla,flashmla_sparse", ("--host", "vllm"), budget=90),
 )
 FP8 = ("--kv-dtype", "float8_e4m3")
 FP8_GROUPS = (

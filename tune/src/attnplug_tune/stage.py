@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attnplug.contract.backend import AttentionBackend, ForwardExtras
 from attnplug.contract.batch import ForwardBatch
@@ -49,6 +50,8 @@ _LONG_BYTES = 2 << 30
 _LONG_PAIRS = 1 << 25
 """Pairs of a query row and a KV row that take a millisecond or more: a single call is timed."""
 _FILL_ROWS = 1 << 15
+_SELECTED_ROWS = 256
+"""Tokens whose rows are drawn at once."""
 _LINKED = 8
 """Output elements that the next call depends on."""
 ROTATED_BYTES = 4 << 30
@@ -307,11 +310,14 @@ class Stage:
         indexer, point = self.task.layer.indexer, self.task.point
         if indexer is None:
             return None
-        chosen = torch.full((point.rows, indexer.topk), -1, dtype=torch.int32, device=self.device)
-        spans = zip(point.query_lens, self.lengths, strict=True)
-        for row, visible in enumerate(n for new, length in spans for n in range(length - new + 1, length + 1)):
-            chosen[row, :visible] = torch.randperm(visible, device=self.device)[: indexer.topk]
-        return SelectedPositions(chosen)
+        chosen = []
+        for new, length in zip(point.query_lens, self.lengths, strict=True):
+            for visible in torch.arange(length - new + 1, length + 1, device=self.device).split(_SELECTED_ROWS):
+                scores = torch.rand(len(visible), length, device=self.device)
+                scores.masked_fill_(torch.arange(length, device=self.device) >= visible[:, None], -1.0)
+                best, rows = scores.topk(min(indexer.topk, length))
+                chosen.append(pad(rows.int().masked_fill(best < 0, -1), (0, indexer.topk - rows.shape[1]), value=-1))
+        return SelectedPositions(torch.cat(chosen))
 
     def _selects(self, batch: ForwardBatch) -> Callable[[LayerSpec], ForwardExtras | None]:
         """Row selection of a sparse layer, which precedes its attention."""
