@@ -210,6 +210,16 @@ def test_requests_of_a_paged_cache_are_taken_out_and_repeated(select):
     torch.testing.assert_close(results[NATIVE], results["eager"])
 
 
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1)])
+def test_a_paged_cache_refuses_another_number_of_requests(before, after):
+    """Rows of the others would be those of no request, or dropped."""
+    made, ids, filled = model("llama"), padded([8] * 3)["input_ids"], PagedCache(CONFIGS["llama"])
+    made.set_attn_implementation(NATIVE)
+    made(ids[:before, :6], past_key_values=filled)
+    with pytest.raises(BridgeError, check=naming(before, after, "batch_repeat_interleave")):
+        made(ids[:after, 6:], past_key_values=filled)
+
+
 def test_a_request_that_waits_keeps_its_rows():
     """Its new token is padding in one step, and a token again in the next."""
     made, ids, results = model("llama"), padded([8, 8])["input_ids"], {}

@@ -118,6 +118,8 @@ class PagedCache(Cache):
             for rows in pages.rows():
                 part = rows[:, :filled]
                 part[:count] = part.index_select(0, requests.to(part.device))
+        for own in self._own_layers():
+            own.requests = count
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.select(beam_idx)
@@ -157,8 +159,14 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 f"PagedCache was updated for layer {self._index} again before attention read the last tokens; it is "
                 "only for models with attn_implementation='attnplug:…'"
             )
+        requests = key_states.shape[0]
+        if self._length and requests != self.requests:
+            raise BridgeError(
+                f"this PagedCache has rows of {self.requests} requests, but the model was called with {requests}; "
+                "batch_repeat_interleave and batch_select_indices change the requests of a cache"
+            )
         self.lazy_initialization(key_states, value_states)
-        self.requests, self._length, self._unread = key_states.shape[0], self._length + key_states.shape[2], True
+        self.requests, self._length, self._unread = requests, self._length + key_states.shape[2], True
         keys = key_states.view_as(key_states)  # a new object, so that the attribute below belongs to this call
         keys.attnplug_layer = self  # type: ignore[attr-defined]
         return keys, value_states
