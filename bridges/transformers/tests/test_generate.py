@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -218,6 +219,21 @@ def test_a_paged_cache_refuses_another_number_of_requests(before, after):
     made(ids[:before, :6], past_key_values=filled)
     with pytest.raises(BridgeError, check=naming(before, after, "batch_repeat_interleave")):
         made(ids[:after, 6:], past_key_values=filled)
+
+
+def test_copies_of_a_paged_cache_continue_apart():
+    """As transformers' guide reuses the cache of a prefix."""
+    made, ids = model("gemma2"), padded([60])["input_ids"]
+    made.set_attn_implementation(NATIVE)
+    prefix = PagedCache(CONFIGS["gemma2"])
+    made(ids[:, :30], past_key_values=prefix)
+    for tail in (ids[:, 30:45], ids[:, 41:60]):
+        whole = torch.cat((ids[:, :30], tail), 1)
+        made.set_attn_implementation("eager")
+        expected = made(whole).logits[:, 30:]
+        made.set_attn_implementation(NATIVE)
+        torch.testing.assert_close(made(tail, past_key_values=deepcopy(prefix)).logits, expected)
+    assert prefix.get_seq_length() == 30
 
 
 def test_a_request_that_waits_keeps_its_rows():

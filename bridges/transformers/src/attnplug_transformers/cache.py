@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy, deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -102,6 +103,20 @@ class PagedCache(Cache):
                 target[: source.shape[0], : source.shape[1]] = source
         return made
 
+    def _copied(self, layer: LayerSpec, pages: Pages, limits: Limits) -> Pages:
+        """Copy of pages, for at least ``limits``."""
+        index = next(iter(pages.layers))
+        assert self._request is not None
+        return self._grown(index, self._request, layer, pages.pool.keys(index), limits, pages)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
+        """Copy with pages of its own: several continuations can follow one prefix."""
+        made: PagedCache = copy(self)
+        memo[id(self)] = made
+        made.layers, made._step = deepcopy(self.layers, memo), None
+        made._pages = {layer: self._copied(layer, pages, pages.limits) for layer, pages in self._pages.items()}
+        return made
+
     def select(self, requests: Tensor) -> None:
         """Replace the rows of request i by those of ``requests[i]``, in all layers."""
         count = requests.numel()
@@ -109,11 +124,8 @@ class PagedCache(Cache):
             self._valid = self._valid.index_select(0, requests.to(self._valid.device))
         for layer, pages in self._pages.items():
             if count > pages.limits.max_requests:
-                like = pages.pool.keys(next(iter(pages.layers)))
                 limits = Limits(count, pages.limits.max_tokens, pages.limits.max_context)
-                assert self._request is not None
-                pages = self._grown(next(iter(pages.layers)), self._request, layer, like, limits, pages)
-                self._pages[layer] = pages
+                pages = self._pages[layer] = self._copied(layer, pages, limits)
             filled = max(layer.get_seq_length() for layer in self._own_layers())
             for rows in pages.rows():
                 part = rows[:, :filled]
