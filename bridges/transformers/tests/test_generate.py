@@ -131,6 +131,28 @@ def test_pages_that_were_made_in_inference_mode_serve_outside_of_it():
     torch.testing.assert_close(made(ids).logits, expected)
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "paged"])  # static caches of transformers refuse values in bfloat16
+def test_layers_attend_in_the_dtype_of_autocast(kind, monkeypatch):
+    """Rotated queries and keys are in float32 there, values in bfloat16."""
+    attend, seen = ModelAttention.attend, set()
+
+    def recording(self, query, *given, **named):
+        seen.add((query.dtype, torch.is_autocast_enabled("cpu")))
+        return attend(self, query, *given, **named)
+
+    monkeypatch.setattr(ModelAttention, "attend", recording)
+    prompts, made = padded([20, 7]), model("llama")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = generated("llama", NATIVE, prompts, max_new_tokens=3, **caches("llama", kind))
+    assert found.shape == (2, 3) and seen == {(torch.bfloat16, False)}
+    results = []
+    for implementation in ("sdpa", NATIVE):
+        made.set_attn_implementation(implementation)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            results.append(made(**prompts).logits[:, -1].float())
+    torch.testing.assert_close(*results, atol=0.1, rtol=0.02)
+
+
 def test_a_paged_cache_grows_and_is_emptied_by_reset():
     filled = PagedCache(CONFIGS["llama"])
     for lens in ([250, 100], [300, 290, 10]):  # more rows, then more requests than it was made for

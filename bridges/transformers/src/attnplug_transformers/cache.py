@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from attnplug import LayerSpec
 from attnplug.host import BackendRequest, Limits
 from attnplug_transformers.errors import BridgeError
+from attnplug_transformers.layer_call import autocast
 from attnplug_transformers.pages import Pages, fits, grown_limits
 from attnplug_transformers.step import PaddedStep
 
@@ -179,7 +180,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             )
         self.lazy_initialization(key_states, value_states)
         self.requests, self._length, self._unread = requests, self._length + key_states.shape[2], True
-        keys = key_states.view_as(key_states)  # a new object, so that the attribute below belongs to this call
+        keys = autocast(key_states).view_as(key_states)  # a new object: the attribute below belongs to this call
         keys.attnplug_layer = self  # type: ignore[attr-defined]
         return keys, value_states
 
