@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import CLIPVisionConfig, GenerationConfig, LlavaConfig, LlavaForConditionalGeneration
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import PagedAttentionCache
 
 from attnplug.host import ModelAttention
 from attnplug_testing.errors import naming
 from attnplug_transformers import BridgeError, continuous_batching
-from tiny_models import NATIVE, VOCABULARY, model
+from tiny_models import CONFIGS, NATIVE, VOCABULARY, model
 
 PAGE = {"page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size": 16}
 
@@ -40,6 +40,14 @@ def batched(name: str, implementation: str) -> list[Any]:
         )
     assert made.config._attn_implementation == implementation
     return [result.error or result.generated_tokens for result in results.values()]
+
+
+def multimodal() -> Any:
+    """A tiny model with a vision tower."""
+    vision = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=4, patch_size=2
+    )
+    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=CONFIGS["llama"]))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2_uncapped"])
@@ -93,6 +101,18 @@ def test_a_model_with_another_implementation_is_refused():
         continuous_batching(made),
     ):
         pass
+
+
+def test_a_vision_tower_keeps_its_implementation():
+    made = multimodal()
+    made.set_attn_implementation({"text_config": NATIVE, "vision_config": "sdpa"})
+    config = made.config
+    before = config._attn_implementation
+    with continuous_batching(made):
+        assert config._attn_implementation == config.text_config._attn_implementation != NATIVE
+        assert config.vision_config._attn_implementation == "sdpa"
+    assert config._attn_implementation == before
+    assert [config.text_config._attn_implementation, config.vision_config._attn_implementation] == [NATIVE, "sdpa"]
 
 
 def test_a_cap_is_served_though_transformers_own_implementations_leave_it_out():

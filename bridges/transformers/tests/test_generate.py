@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -130,6 +131,28 @@ def test_pages_that_were_made_in_inference_mode_serve_outside_of_it():
     torch.testing.assert_close(made(ids).logits, expected)
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "paged"])  # static caches of transformers refuse values in bfloat16
+def test_layers_attend_in_the_dtype_of_autocast(kind, monkeypatch):
+    """Rotated queries and keys are in float32 there, values in bfloat16."""
+    attend, seen = ModelAttention.attend, set()
+
+    def recording(self, query, *given, **named):
+        seen.add((query.dtype, torch.is_autocast_enabled("cpu")))
+        return attend(self, query, *given, **named)
+
+    monkeypatch.setattr(ModelAttention, "attend", recording)
+    prompts, made = padded([20, 7]), model("llama")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = generated("llama", NATIVE, prompts, max_new_tokens=3, **caches("llama", kind))
+    assert found.shape == (2, 3) and seen == {(torch.bfloat16, False)}
+    results = []
+    for implementation in ("sdpa", NATIVE):
+        made.set_attn_implementation(implementation)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            results.append(made(**prompts).logits[:, -1].float())
+    torch.testing.assert_close(*results, atol=0.1, rtol=0.02)
+
+
 def test_a_paged_cache_grows_and_is_emptied_by_reset():
     filled = PagedCache(CONFIGS["llama"])
     for lens in ([250, 100], [300, 290, 10]):  # more rows, then more requests than it was made for
@@ -208,6 +231,31 @@ def test_requests_of_a_paged_cache_are_taken_out_and_repeated(select):
         ids = prompts["input_ids"][kept, -1:]
         results[implementation] = made(ids, attention_mask=mask, past_key_values=filled).logits
     torch.testing.assert_close(results[NATIVE], results["eager"])
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1)])
+def test_a_paged_cache_refuses_another_number_of_requests(before, after):
+    """Rows of the others would be those of no request, or dropped."""
+    made, ids, filled = model("llama"), padded([8] * 3)["input_ids"], PagedCache(CONFIGS["llama"])
+    made.set_attn_implementation(NATIVE)
+    made(ids[:before, :6], past_key_values=filled)
+    with pytest.raises(BridgeError, check=naming(before, after, "batch_repeat_interleave")):
+        made(ids[:after, 6:], past_key_values=filled)
+
+
+def test_copies_of_a_paged_cache_continue_apart():
+    """As transformers' guide reuses the cache of a prefix."""
+    made, ids = model("gemma2"), padded([60])["input_ids"]
+    made.set_attn_implementation(NATIVE)
+    prefix = PagedCache(CONFIGS["gemma2"])
+    made(ids[:, :30], past_key_values=prefix)
+    for tail in (ids[:, 30:45], ids[:, 41:60]):
+        whole = torch.cat((ids[:, :30], tail), 1)
+        made.set_attn_implementation("eager")
+        expected = made(whole).logits[:, 30:]
+        made.set_attn_implementation(NATIVE)
+        torch.testing.assert_close(made(tail, past_key_values=deepcopy(prefix)).logits, expected)
+    assert prefix.get_seq_length() == 30
 
 
 def test_a_request_that_waits_keeps_its_rows():

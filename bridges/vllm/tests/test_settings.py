@@ -8,6 +8,7 @@ import pytest
 
 from attnplug import Role, UsageError
 from attnplug.host import BackendRequest
+from attnplug_testing.errors import naming
 from attnplug_vllm.settings import read_request
 
 
@@ -35,3 +36,9 @@ def test_a_backend_a_backend_per_role_and_options():
 def test_what_cannot_be_read_is_said_in_vllms_words(section, message):
     with pytest.raises(UsageError, match=re.escape(message)):
         read_request({"attnplug": section})
+
+
+@pytest.mark.parametrize("key", ["Attnplug", "attnplug.backend"])
+def test_a_misspelled_section_is_refused_and_not_read_as_auto(key):
+    with pytest.raises(UsageError, check=naming(key, '{"attnplug": {"backend": "auto"}}')):
+        read_request({key: "triton_mha"})

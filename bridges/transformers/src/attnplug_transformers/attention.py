@@ -11,7 +11,7 @@ from attnplug import ForwardExtras
 from attnplug.host import BackendRequest
 from attnplug_transformers.cache import paged_layer_of
 from attnplug_transformers.errors import BridgeError
-from attnplug_transformers.layer_call import check_call, is_last_attention, read_call, sinks_of
+from attnplug_transformers.layer_call import autocast, check_call, is_last_attention, read_call, sinks_of
 from attnplug_transformers.paged_attention import PagedBatches
 from attnplug_transformers.pages import PageStore
 from attnplug_transformers.static_cache import attend_static, new_caches
@@ -40,6 +40,10 @@ class AttentionFunction:
     ) -> tuple[Tensor, None]:
         """Attend: query ``[batch, heads, queries, dim]``, key and value ``[batch, kv_heads, columns, dim]``. Returns
         ``[batch, queries, heads, v_dim]`` and no weights. Raises :class:`BridgeError` for unsupported calls."""
+        if torch.is_autocast_enabled(query.device.type):  # as for sdpa; a backend's own operations are not cast
+            query, key, value = (autocast(tensor) for tensor in (query, key, value))
+            with torch.autocast(query.device.type, enabled=False):
+                return self(module, query, key, value, attention_mask, dropout, scaling, **others)
         step = attention_mask
         if (
             torch.compiler.is_compiling()

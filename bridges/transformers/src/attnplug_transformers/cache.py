@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy, deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from attnplug import LayerSpec
 from attnplug.host import BackendRequest, Limits
 from attnplug_transformers.errors import BridgeError
+from attnplug_transformers.layer_call import autocast
 from attnplug_transformers.pages import Pages, fits, grown_limits
 from attnplug_transformers.step import PaddedStep
 
@@ -102,6 +104,20 @@ class PagedCache(Cache):
                 target[: source.shape[0], : source.shape[1]] = source
         return made
 
+    def _copied(self, layer: LayerSpec, pages: Pages, limits: Limits) -> Pages:
+        """Copy of pages, for at least ``limits``."""
+        index = next(iter(pages.layers))
+        assert self._request is not None
+        return self._grown(index, self._request, layer, pages.pool.keys(index), limits, pages)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
+        """Copy with pages of its own: several continuations can follow one prefix."""
+        made: PagedCache = copy(self)
+        memo[id(self)] = made
+        made.layers, made._step = deepcopy(self.layers, memo), None
+        made._pages = {layer: self._copied(layer, pages, pages.limits) for layer, pages in self._pages.items()}
+        return made
+
     def select(self, requests: Tensor) -> None:
         """Replace the rows of request i by those of ``requests[i]``, in all layers."""
         count = requests.numel()
@@ -109,15 +125,14 @@ class PagedCache(Cache):
             self._valid = self._valid.index_select(0, requests.to(self._valid.device))
         for layer, pages in self._pages.items():
             if count > pages.limits.max_requests:
-                like = pages.pool.keys(next(iter(pages.layers)))
                 limits = Limits(count, pages.limits.max_tokens, pages.limits.max_context)
-                assert self._request is not None
-                pages = self._grown(next(iter(pages.layers)), self._request, layer, like, limits, pages)
-                self._pages[layer] = pages
+                pages = self._pages[layer] = self._copied(layer, pages, limits)
             filled = max(layer.get_seq_length() for layer in self._own_layers())
             for rows in pages.rows():
                 part = rows[:, :filled]
                 part[:count] = part.index_select(0, requests.to(part.device))
+        for own in self._own_layers():
+            own.requests = count
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.select(beam_idx)
@@ -157,9 +172,15 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 f"PagedCache was updated for layer {self._index} again before attention read the last tokens; it is "
                 "only for models with attn_implementation='attnplug:…'"
             )
+        requests = key_states.shape[0]
+        if self._length and requests != self.requests:
+            raise BridgeError(
+                f"this PagedCache has rows of {self.requests} requests, but the model was called with {requests}; "
+                "batch_repeat_interleave and batch_select_indices change the requests of a cache"
+            )
         self.lazy_initialization(key_states, value_states)
-        self.requests, self._length, self._unread = key_states.shape[0], self._length + key_states.shape[2], True
-        keys = key_states.view_as(key_states)  # a new object, so that the attribute below belongs to this call
+        self.requests, self._length, self._unread = requests, self._length + key_states.shape[2], True
+        keys = autocast(key_states).view_as(key_states)  # a new object: the attribute below belongs to this call
         keys.attnplug_layer = self  # type: ignore[attr-defined]
         return keys, value_states
 

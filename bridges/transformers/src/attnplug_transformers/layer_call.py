@@ -107,6 +107,12 @@ def check_call(
         raise BridgeError(f"{name} has sinks but does not pass them as s_aux; it is not supported")
 
 
+def autocast(tensor: Tensor) -> Tensor:
+    """Convert queries, keys or values to the dtype of an enclosing ``torch.autocast``, if there is one."""
+    device = tensor.device.type
+    return tensor.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else tensor
+
+
 def sinks_of(others: Mapping[str, object]) -> Tensor | None:
     """Sink logits ``[heads]`` float32 of a call, if any."""
     sinks = others.get("s_aux")

@@ -113,20 +113,37 @@ def continuous_batching(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Context in which ``generate_batch`` and continuous batching use the model's attnplug attention.
 
     Since 5.19, continuous batching accepts only names that a model cannot be loaded with. Inside the context the
-    model's configuration has such a name. Example::
+    configurations of the model and its language model have such a name; other parts keep theirs. Example::
 
         with continuous_batching(model):
             outputs = model.generate_batch(prompts)
     """
     config: Any = model.config
-    previous = config._attn_implementation
+    text = config.get_text_config(decoder=True)
+    previous = text._attn_implementation
     if not isinstance(previous, str) or not previous.removeprefix("paged|").startswith(PREFIX):
         raise BridgeError(
             f"the model runs with attn_implementation={previous!r}; set it first: "
             f"model.set_attn_implementation('{PREFIX}auto')"
         )
-    config._attn_implementation = paged_name(previous.removeprefix("paged|"))
+    name = paged_name(previous.removeprefix("paged|"))
+    parts = [(part, part._attn_implementation) for part in _parts(config)]
     try:
+        _set([(part, name if part is config or part is text else own) for part, own in parts])
         yield model
     finally:
-        config._attn_implementation = previous
+        _set(parts)
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    """A configuration, then those of its parts."""
+    yield config
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None:
+            yield from _parts(part)
+
+
+def _set(implementations: list[tuple[Any, str | None]]) -> None:
+    """Set implementations of configurations. A configuration comes before its parts, to which it passes its own on."""
+    for config, name in implementations:
+        config._attn_implementation = name

@@ -17,7 +17,15 @@ KEYS = ("backend", *ROLES, "options")
 
 def read_request(additional_config: object) -> BackendRequest:
     """Read attnplug's section; ``auto`` is the default. Raises :class:`UsageError` if the section is malformed."""
-    if not isinstance(additional_config, Mapping) or SECTION not in additional_config:
+    if not isinstance(additional_config, Mapping):
+        return BackendRequest()
+    for key in additional_config:
+        if key != SECTION and str(key).lower().partition(".")[0] == SECTION:
+            raise UsageError(
+                f'--additional-config has a key {key!r}; the section is named {SECTION}: {{"{SECTION}": '
+                '{"backend": "auto"}}'
+            )
+    if SECTION not in additional_config:
         return BackendRequest()
     section = additional_config[SECTION]
     if not isinstance(section, Mapping):
