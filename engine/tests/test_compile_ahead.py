@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from quantized_checkpoints import CASES, FP8
 
 from attnplug.host import TINY_CONFIGS
 from attnplug_engine import Embedder, Engine
@@ -85,13 +86,22 @@ def test_a_start_up_reads_and_writes_a_coded_cache(tmp_path):
 
 @pytest.mark.long
 @needs_triton
-def test_a_quantized_checkpoint_is_recorded(tmp_path):
+@pytest.mark.parametrize(
+    ("scheme", "kernels"),
+    [
+        ({**FP8, "weight_block_size": [128, 128]}, {"_skinny_fp8_gemm", "_split_gemm", "_quantized_gemm"}),
+        (CASES["fp8 tensors"][2], {"_skinny_fp8_gemm", "_quantized_gemm"}),
+        (CASES["int4, groups of 128"][2], {"_quantized_gemm"}),
+        (CASES["MXFP4"][2], {"_quantized_gemm"}),
+    ],
+    ids=["fp8 blocks", "fp8 tensors", "int4", "MXFP4"],
+)
+def test_a_quantized_checkpoint_is_recorded(scheme, kernels, tmp_path):
     """E1, E5: scales are checked while weights are loaded, and a fake GPU has no values."""
-    scheme = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     config = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "num_key_value_heads": 1}
     config |= {"quantization_config": scheme}
     found = recorded(tmp_path, "llama", config=config, attention_backend="triton_mha", num_pages=64)
-    assert {"_skinny_fp8_gemm", "_split_gemm", "_quantized_gemm"} <= found.keys()
+    assert kernels <= found.keys()
 
 
 @pytest.mark.long

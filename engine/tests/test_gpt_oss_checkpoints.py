@@ -211,3 +211,12 @@ def test_published_experts_run_on_the_kernel(model_type, device, make_oracle, tm
     found = experts(x.to(device, half), topk_ids.int().to(device), topk_weights.to(device))
     assert calls == ["mxfp4"]
     assert (found.float().cpu() - wanted).norm() < (2e-3 if device == "cpu" else 2e-2) * wanted.norm()
+
+
+@pytest.mark.parametrize("random_weights", [False, True])
+def test_a_config_without_a_dtype_runs_in_that_of_the_files(random_weights, folder):
+    """The published config has none. Kernels that are compiled ahead are recorded with random weights."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "dtype"}))
+    engine = Engine(str(folder), device="cpu", num_pages=8, random_weights=random_weights)
+    assert engine.runner.dtype is torch.bfloat16

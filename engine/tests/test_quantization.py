@@ -432,7 +432,7 @@ def test_excluded_modules_of_a_nested_text_model_have_the_names_of_its_files(mak
         load_model(str(source), dtype=torch.float32, device="cpu")
 
 
-@pytest.mark.parametrize("scheme", ["fp8 blocks", "fp8 channels", "int4, groups of 32", "MXFP4"])
+@pytest.mark.parametrize("scheme", ["fp8 blocks", "fp8 channels", "fp8 tensors", "int4, groups of 32", "MXFP4"])
 def test_random_weights_are_quantized_as_the_config_says(scheme, make_stage, sequences, tmp_path):
     keys = {**TINY_CONFIGS["llama"], **EVEN, "quantization_config": CASES[scheme][2]}
     (tmp_path / "config.json").write_text(json.dumps(keys))

@@ -453,9 +453,11 @@ def test_invalid_parameters_are_refused_by_name(name: str) -> None:
             SamplingParams(**{"max_tokens": 1, name: value})
 
 
-@pytest.mark.parametrize("stop", ["x", ["x"], ("x", ""), (3,)])
-def test_stop_texts_are_a_tuple_of_texts(stop: object) -> None:
-    with pytest.raises(UsageError, check=naming("stop")):
+@pytest.mark.parametrize(
+    ("stop", "allowed"), [("x", "a tuple"), (["x"], "a tuple"), (("x", ""), "not empty"), ((3,), "not empty")]
+)
+def test_stop_texts_are_a_tuple_of_texts(stop: object, allowed: str) -> None:
+    with pytest.raises(UsageError, check=naming("stop", allowed)):
         SamplingParams(1, stop=stop)
 
 

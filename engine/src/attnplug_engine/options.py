@@ -51,6 +51,7 @@ class EngineOptions:
     backend_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     device: str | None = None
     dtype: DType | None = None
+    """Dtype of weights and activations. None: as the checkpoint's config says, or else its files."""
     kv_dtype: str | None = None
     """Name of the KV cache's format. None: the model's dtype."""
     index_dtype: str | None = None

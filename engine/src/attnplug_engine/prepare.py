@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -27,7 +28,8 @@ from attnplug.host import (
 from attnplug.kernels import torch_dtype
 from attnplug.machine.runtime import DeviceRuntime, open_device, runtime_of
 from attnplug.registry.assembly import build_chosen
-from attnplug_engine.checkpoints.safetensors import WeightSource, quantization_key
+from attnplug_engine.checkpoints.random import TINY
+from attnplug_engine.checkpoints.safetensors import CheckpointError, WeightSource, quantization_key, stored_dtype
 from attnplug_engine.execution.extend_times import measured_extends
 from attnplug_engine.execution.runner import ModelRunner
 from attnplug_engine.kernels import usable
@@ -57,6 +59,7 @@ from attnplug_engine.text.encoder import PromptEncoder
 from attnplug_engine.text.tokenizer import end_tokens
 
 _Runner = TypeVar("_Runner", ModelRunner, DraftRunner)
+_STORED = {"F16": DType.FLOAT16, "BF16": DType.BFLOAT16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +252,7 @@ def _choose_backends(
     device, processor = open_device(options.device, registry.device)
     if options.batch_invariant and parallel.size > 2:  # two numbers have the same sum in either order
         parallel = RankOrder(parallel)
-    dtype = options.dtype or model_dtype(spec) or DType.FLOAT32
+    dtype = options.dtype or model_dtype(spec) or _default_dtype(model, device)
     kv_dtype = options.kv_dtype or dtype
     problem = _problem(spec, options, device, processor, dtype, kv_dtype, parallel.size, is_embedding=is_embedding)
     _check_model(spec, options, device)
@@ -292,6 +295,15 @@ def _choose_backends(
         draft,
         draft_source,
     )
+
+
+def _default_dtype(model: str, device: torch.device) -> DType:
+    """Return the dtype of a model whose config has none (gpt-oss): that of its files, also if weights are random, so
+    that a start-up which is only recorded compiles the kernels of the real one."""
+    if not model.startswith(TINY):
+        with suppress(CheckpointError):  # reported later, unless weights are random
+            return _STORED.get(stored_dtype(model) or "", DType.FLOAT32)
+    return DType.FLOAT32 if runtime_of(device).module is None else DType.BFLOAT16
 
 
 def _check_model(spec: ModelSpec, options: EngineOptions, device: torch.device) -> None:

@@ -72,7 +72,9 @@ class SamplingParams:
             raise _refuse("stop_token_ids", self.stop_token_ids, "a frozenset of token ids, 0 or more each")
         for token in self.stop_token_ids:
             _check_whole("stop_token_ids", token, 0, "token ids, 0 or more each")
-        if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
+        if not isinstance(self.stop, tuple):
+            raise _refuse("stop", self.stop, "a tuple of texts")
+        if not all(isinstance(text, str) and text for text in self.stop):
             raise _refuse("stop", self.stop, "texts that are not empty")
         if self.logprobs is not None:
             _check_whole("logprobs", self.logprobs, 0, "how many of the most likely tokens to report, 0 or more")

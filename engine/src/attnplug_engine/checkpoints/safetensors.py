@@ -363,6 +363,15 @@ def checkpoint_config(reference: str) -> Mapping[str, object]:
     return _read_json(path / "config.json" if os.path.isdir(path) else path)
 
 
+def stored_dtype(reference: str) -> str | None:
+    """Return the safetensors dtype of the first float tensor in the first file, by which transformers decides if the
+    config has no dtype; None if there is none. Raises CheckpointError."""
+    checkpoint = Checkpoint.open(checkpoint_folder(reference))
+    names = sorted(name for name, file in checkpoint._files.items() if file == checkpoint.files[0])
+    stored = (checkpoint.stored(name) for name in names)
+    return next((tensor.dtype for tensor in stored if tensor is not None and tensor.dtype in FLOATS), None)
+
+
 def quantization_key(config: Mapping[str, object]) -> str | None:
     """Return the config key that describes quantized weights; None for none."""
     return next((key for key in QUANTIZATION_KEYS if config.get(key) is not None), None)

@@ -116,7 +116,8 @@ class Fp8Channels(Fp8):
         return self.checked(tensors, name, tensors.read(name, shape, self.scale_kinds, rows=rows)).reshape(-1, 1)
 
     def quantize(self, weight: Tensor) -> Mapping[str, Tensor]:
-        scales = weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / _LARGEST
+        largest = weight.abs().amax().view(1) if self._strategy == "tensor" else weight.abs().amax(1, keepdim=True)
+        scales = largest.clamp(min=1e-12) / _LARGEST
         return {"weight": (weight / scales).to(self.code_dtype), "weight_scale": scales}
 
 
