@@ -19,6 +19,11 @@ def _split(condition: str) -> tuple[str, str]:
     return _SCHEDULE, f"self.rows, self.split = ROWS, SPLIT // 2 if {condition} else SPLIT"
 
 
+def _of_layer(condition: str) -> tuple[str, str]:
+    """A split of another size under a condition on the layer, in batches of several requests."""
+    return _START, f"{_START[:-1]}; work.split = SPLIT // (1 + ({condition} and work.geometry.requests > 3))\n"
+
+
 def _of(level: str, *rows: tuple[str, str, str]) -> list[Mutant]:
     check = f"mha.invariant.{level}"
     return [Mutant(f"{level}-{name}", "invariant", old, new, check, "other bits") for name, old, new in rows]
@@ -80,6 +85,13 @@ MUTANTS = [
         ("strides_of_queries", _START, f"{_START[:-1]}; work.split = SPLIT // (2 - q.is_contiguous())\n"),
         ("long_prefill_of_another_request", *_split("geometry.max_new > 128")),
         ("many_requests", *_split("geometry.requests > 40")),
+        ("more_requests_than_64", *_split("geometry.requests > 64")),
+        ("requests_behind_32_others", _READ, f"work.split = SPLIT // (1 + (request >= 32)); {_READ}"),
+        ("bound_of_long_requests", *_split("geometry.max_seq_len > 8000")),
+        ("width_for_long_requests", *_split("geometry.page_table.shape[1] > 500")),
+        ("strides_of_the_page_table", *_split("not geometry.page_table.is_contiguous()")),
+        ("one_kv_head", *_of_layer("layer.num_kv_heads == 1")),
+        ("as_many_kv_heads", *_of_layer("layer.num_kv_heads == layer.num_heads")),
         ("lengths_of_whole_pages", *_split("not (geometry.seq_lens % 16).any()")),
         ("another_request_of_equal_length_in_front", _READ,
          f"work.split = SPLIT // (1 + (total in work.lens[:request])); {_READ}"),
@@ -92,6 +104,7 @@ MUTANTS = [
         ("captured_size", *_split("geometry.captured and geometry.requests > 4")),
         ("captured_decode", *_split("geometry.captured and geometry.mode == 'decode'")),
         ("captured_large_size", *_split("geometry.captured and geometry.requests > 12")),
+        ("captured_for_more_than_32_requests", *_split("geometry.captured and geometry.requests > 32")),
         ("captured_for_typical_lengths", *_split("geometry.captured and geometry.typical is not None")),
     ),
     *_of(
@@ -112,6 +125,7 @@ MUTANTS = [
         "verify",
         ("another_reduction", *_split("geometry.mode == 'target_verify'")),
         ("more_than_one_row", *_split("geometry.mode == 'target_verify' and geometry.max_new > 1")),
+        ("more_than_seven_rows", *_split("geometry.mode == 'target_verify' and geometry.max_new > 7")),
         ("tile_of_four_rows", *_split("geometry.mode == 'target_verify' and geometry.max_new in (3, 4)")),
     ),
     Mutant(
