@@ -10,6 +10,7 @@ _BASE = "base = torch.maximum(largest, other)"
 _SCORES = "return q.transpose(0, 1).contiguous() @ keys.transpose(1, 2)"
 _READ = "keys, values = self.rows_of(work, request, total, layer)"
 _ADVANCE = "out[rows], after = self.advance(inputs, rows, states[slot], layer)"
+_COMMIT = "states[slot] = run(slot, slice(rows.start, rows.start + counts[number]))[1]"
 _START = "work, start = plan.metadata, 0\n"
 _TOPK = "scores.topk(min(dims.topk, len(seen))).indices"
 
@@ -156,6 +157,10 @@ MUTANTS = [
     Mutant(
         "chunks-linear_states_rounded_between_chunks", "linear", _ADVANCE, f"{_ADVANCE}; after = after * 1.0000001",
         "gdn.invariant.chunks", "other bits",
+    ),
+    Mutant(
+        "verify-linear_states_of_a_commit", "linear", _COMMIT, f"{_COMMIT} * 1.0000001", "gdn.invariant.verify",
+        "other bits",
     ),
     Mutant(
         "batch-linear_by_the_number_of_requests", "linear", _ADVANCE,

@@ -432,7 +432,11 @@ class LinearRunner:
         if module is not None:
             module.synchronize()
         with nullcontext() if module is None else module.stream(module.Stream()):
-            conv, out = scene.run(scene.batch(lane=step.lane))
+            batch = scene.batch(lane=step.lane)
+            conv, out = scene.run(batch)
+            if step.mode is ForwardMode.TARGET_VERIFY:
+                accepted = torch.tensor([*scene.new, *[0] * step.padded], device=scene.device)
+                scene.attention().commit_states(batch, accepted)
         if module is not None:
             module.synchronize()
         if check and step.mode is not ForwardMode.TARGET_VERIFY:
@@ -441,6 +445,9 @@ class LinearRunner:
         named = {"convolution": conv, "recurrence": out}
         results = {name: each[start : start + step.new].clone() for name, each in named.items() if each is not None}
         after = [each[scene.slots[place]].clone() for each in scene.states(LAYER)]
+        for number, state in enumerate(after):  # in the last of the rows; only steps that end there have it
+            rows = results[f"state {number} behind {step.total} rows"] = state.new_zeros(step.new, state.numel())
+            rows[-1] = state.flatten()
         return results, after
 
     def _scene(self, step: Step, states: list[Tensor] | None) -> LinearScene:

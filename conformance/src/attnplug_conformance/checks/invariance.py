@@ -184,7 +184,8 @@ class Schedules:
         for before in (max(self.page - 2, 0), self.edge(self.longest // 2), self.longest - most):
             sizes = {min(each, most) for each in (1, 2, 4, self.rng.randint(3, 7), self.rng.randint(8, 64))}
             for new in sorted(sizes | {most}):
-                yield Step(before, new, VERIFY), self.shuffled(*(Step(before + row, 1, DECODE) for row in range(new)))
+                *rows, last = (Step(before + row, 1, DECODE) for row in range(new))
+                yield Step(before, new, VERIFY), [last, *self.shuffled(*rows)]
 
     def all(self) -> Pairs:
         """Yield batches that differ in every condition of the claimed levels."""
