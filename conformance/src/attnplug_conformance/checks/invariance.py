@@ -46,7 +46,7 @@ BLOCKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 GRAPH_LEVELS = {DECODE: GraphLevel.DECODE, VERIFY: GraphLevel.UNIFORM, EXTEND: GraphLevel.ALWAYS}
 OVERLAPPING, ENTRY_INDEX = CompressedDims(4, overlap=True), IndexerDims(heads=2, head_dim=16, topk=3)
 """Index heads of a compressed layer. With two, many scores are zero, and so equal."""
-HEADS: tuple[dict[str, int], ...] = ({"group": 1, "mla_heads": 8}, {"kv_heads": 1, "group": 12, "mla_heads": 32})
+HEADS: tuple[dict[str, Any], ...] = ({"group": 1, "mla_heads": 8}, {"kv_heads": 1, "group": 12, "mla_heads": 32})
 """Numbers of heads for which kernels often differ: a KV head for each query head, and one for all."""
 ADVICE = {
     "run": "use no atomics whose order changes results, and decide nothing by time",
