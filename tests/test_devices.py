@@ -26,7 +26,7 @@ def attnplug_backends():
     return [BackendSpec("acme_kernels", "for newer devices", contract="1.0", factory=factory, capabilities=can)]
 """
 GENERATE = ("--random-weights", "--ignore-eos", "--max-tokens", "6", "--prompt", "hello world, hello", "--json")
-MODELS = {"llama": ["tiny:llama", "--temperature", "0.8"]}
+MODELS = {"llama": ["tiny:llama", "--temperature", "0.8"], "invariant": ["tiny:llama", "--batch-invariant"]}
 MORE_MODELS = {
     "latent": ["tiny:deepseek_v3"],
     "linear": ["tiny:qwen3_next"],

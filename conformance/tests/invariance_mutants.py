@@ -10,6 +10,7 @@ _BASE = "base = torch.maximum(largest, other)"
 _SCORES = "return q.transpose(0, 1).contiguous() @ keys.transpose(1, 2)"
 _READ = "keys, values = self.rows_of(work, request, total, layer)"
 _ADVANCE = "out[rows], after = self.advance(inputs, rows, states[slot], layer)"
+_COMMIT = "states[slot] = run(slot, slice(rows.start, rows.start + counts[number]))[1]"
 _START = "work, start = plan.metadata, 0\n"
 _TOPK = "scores.topk(min(dims.topk, len(seen))).indices"
 
@@ -17,6 +18,11 @@ _TOPK = "scores.topk(min(dims.topk, len(seen))).indices"
 def _split(condition: str) -> tuple[str, str]:
     """A split of another size under a condition on the batch."""
     return _SCHEDULE, f"self.rows, self.split = ROWS, SPLIT // 2 if {condition} else SPLIT"
+
+
+def _of_layer(condition: str) -> tuple[str, str]:
+    """A split of another size under a condition on the layer, in batches of several requests."""
+    return _START, f"{_START[:-1]}; work.split = SPLIT // (1 + ({condition} and work.geometry.requests > 3))\n"
 
 
 def _of(level: str, *rows: tuple[str, str, str]) -> list[Mutant]:
@@ -80,6 +86,13 @@ MUTANTS = [
         ("strides_of_queries", _START, f"{_START[:-1]}; work.split = SPLIT // (2 - q.is_contiguous())\n"),
         ("long_prefill_of_another_request", *_split("geometry.max_new > 128")),
         ("many_requests", *_split("geometry.requests > 40")),
+        ("more_requests_than_64", *_split("geometry.requests > 64")),
+        ("requests_behind_32_others", _READ, f"work.split = SPLIT // (1 + (request >= 32)); {_READ}"),
+        ("bound_of_long_requests", *_split("geometry.max_seq_len > 8000")),
+        ("width_for_long_requests", *_split("geometry.page_table.shape[1] > 500")),
+        ("strides_of_the_page_table", *_split("not geometry.page_table.is_contiguous()")),
+        ("one_kv_head", *_of_layer("layer.num_kv_heads == 1")),
+        ("as_many_kv_heads", *_of_layer("layer.num_kv_heads == layer.num_heads")),
         ("lengths_of_whole_pages", *_split("not (geometry.seq_lens % 16).any()")),
         ("another_request_of_equal_length_in_front", _READ,
          f"work.split = SPLIT // (1 + (total in work.lens[:request])); {_READ}"),
@@ -92,6 +105,7 @@ MUTANTS = [
         ("captured_size", *_split("geometry.captured and geometry.requests > 4")),
         ("captured_decode", *_split("geometry.captured and geometry.mode == 'decode'")),
         ("captured_large_size", *_split("geometry.captured and geometry.requests > 12")),
+        ("captured_for_more_than_32_requests", *_split("geometry.captured and geometry.requests > 32")),
         ("captured_for_typical_lengths", *_split("geometry.captured and geometry.typical is not None")),
     ),
     *_of(
@@ -112,6 +126,7 @@ MUTANTS = [
         "verify",
         ("another_reduction", *_split("geometry.mode == 'target_verify'")),
         ("more_than_one_row", *_split("geometry.mode == 'target_verify' and geometry.max_new > 1")),
+        ("more_than_seven_rows", *_split("geometry.mode == 'target_verify' and geometry.max_new > 7")),
         ("tile_of_four_rows", *_split("geometry.mode == 'target_verify' and geometry.max_new in (3, 4)")),
     ),
     Mutant(
@@ -142,6 +157,10 @@ MUTANTS = [
     Mutant(
         "chunks-linear_states_rounded_between_chunks", "linear", _ADVANCE, f"{_ADVANCE}; after = after * 1.0000001",
         "gdn.invariant.chunks", "other bits",
+    ),
+    Mutant(
+        "verify-linear_states_of_a_commit", "linear", _COMMIT, f"{_COMMIT} * 1.0000001", "gdn.invariant.verify",
+        "other bits",
     ),
     Mutant(
         "batch-linear_by_the_number_of_requests", "linear", _ADVANCE,

@@ -111,6 +111,15 @@ def by_head(rows):
     return encode(rows * (1 + 1e-2 * torch.arange(rows.shape[1]).view(1, -1, 1)))
 
 
+def of_128_values(rows):
+    return encode(rows[..., :128].repeat(1, 1, 2)[..., : rows.shape[-1]])
+
+
+def of_narrow_rows(rows):
+    assert rows.shape[-1] <= 64, "rows are too wide"
+    return encode(rows)
+
+
 def by_value(rows):
     if rows.numel() and rows.max().item() > 1e30:
         rows = rows.clamp(max=1e30)
@@ -147,6 +156,8 @@ CODECS = {
     "of_two_heads": {"encode": of_two_heads},
     "by_head": {"encode": by_head},
     "by_value": {"encode": by_value},
+    "of_128_values": {"encode": of_128_values},
+    "of_narrow_rows": {"encode": of_narrow_rows},
     "with_table": {"decode": with_table},
     "with_mask": {"decode": with_mask},
     "in_a_buffer": {"decode": in_a_buffer},
@@ -164,6 +175,7 @@ MUTANTS = [
     ("of_some", "inputs", "no rows"),
     ("of_two_heads", "round_trip", "two heads"),
     ("by_head", "independent", "another head's"),
+    ("of_128_values", "sizes", "1100 rows of 192 values"),
     ("by_value", "asynchronous", "_local_scalar_dense"),
     ("with_table", "asynchronous", "lift_fresh"),
     ("with_mask", "asynchronous", "index.Tensor"),
@@ -196,6 +208,11 @@ def test_a_broken_format_fails_no_backend_that_claims_any(monkeypatch):
 
 def test_a_good_format_passes():
     assert failures(GOOD) == {}
+
+
+def test_a_format_may_refuse_a_width():
+    """E2: it is refused for models with wider rows, so these are no failure of it."""
+    assert failures(replace(GOOD, codec="of_narrow_rows", holds={"mha"})) == {}
 
 
 def test_a_decode_that_returns_its_buffer_again_is_caught():
@@ -286,6 +303,13 @@ WRITERS = {
         lambda parts, scale: Writer(parts, slots=lambda slots, count: slots[(slots != -1) & (slots < count)]),
         "padding",
         "outside the pool",
+    ),
+    "first_rows": (
+        lambda parts, scale: Writer(
+            parts, slots=lambda slots, count: slots[:64][(slots[:64] >= 0) & (slots[:64] < count)]
+        ),
+        "sizes",
+        "1100 rows",
     ),
     "factor": (lambda parts, scale: Writer(parts, 1.4), "kernel", "differ by 0.4"),
     "other_values": (other_values, "kernel", "differ by 0.5"),

@@ -10,6 +10,8 @@ from dataclasses import replace
 import pytest
 
 from attnplug.declare.problem import INVARIANCE
+from attnplug_conformance.case import Case
+from attnplug_conformance.checks.invariance import _variants
 from attnplug_conformance.failure import CheckFailure
 from attnplug_conformance.invariant_case import from_text
 from attnplug_conformance.runner import Result, Status, run_check
@@ -94,6 +96,21 @@ def test_a_case_of_another_form_is_refused() -> None:
 def test_levels_are_checked_only_where_they_are_claimed() -> None:
     result = run_check(CHECKS["mha.invariant.batch"], subject("plain", text("mha")))
     assert result.status is Status.REFUSED and "batch" in result.message
+
+
+def test_the_checks_run_every_dtype_and_kv_format_that_is_claimed() -> None:
+    """E3: each level another one, which saves time, and ``all`` all of them. Kernels differ by both."""
+    dtypes, formats = {"float32", "float16", "bfloat16"}, {"float8_e4m3fn", "fp8_per_token_head", "nvfp4"}
+    made = subject("dtypes", text("invariant"))
+    can = replace(made.capabilities, dtypes=dtypes, kv_dtypes=formats | dtypes)
+    spec = replace(made.registered.spec, capabilities=can)
+    made = replace(made, registered=replace(made.registered, spec=spec))
+    case = made.fit(Case(((3, 1),)))
+    run = {level: _variants(level, made, case) for level in (*INVARIANCE, "all")}
+    for levels in (INVARIANCE, ["all"]):
+        layers = [case, *(each for level in levels for each in run[level])]
+        assert {each.dtype for each in layers} - {None} == dtypes
+        assert {each.kv_dtype for each in layers} - {None} == formats
 
 
 def test_a_check_requests_its_own_level_alone() -> None:

@@ -53,15 +53,18 @@ class FormatScene:
         device: torch.device,
         layout: LayoutName = "token_major",
         scale: float = 1.0,
+        widths: tuple[int, int] = (64, 64),
+        pages: int = _PAGES,
     ) -> None:
         self.format, self.kind, self.device, self.scale = format, kind, device, scale
         self.page_size, group = format.page_multiple * -(-4 // format.page_multiple), format.group
-        width, self.rope, self.heads = group * max(1, 64 // group), 0, 6 if kind == "mha" else 1
+        width, self.values = (group * max(1, each // group) for each in widths)
+        self.rope, self.heads = 0, 6 if kind == "mha" else 1
         if kind == "mla":
             self.rope = group * -(-16 // group) if format.rope is None else 16
         self.width = width + self.rope
         pool: type[MHAPool | RowPool] = MHAPool if kind == "mha" else MLAPool if kind == "mla" else _IndexKeys
-        self.layer = LayerSpec(_LAYER, AttentionKind.MHA, 3, 3, width, width, 1.0)
+        self.layer = LayerSpec(_LAYER, AttentionKind.MHA, 3, 3, width, self.values, 1.0)
         if kind == "mla":
             dims = MLADims(width, 16, self.rope)
             self.layer = LayerSpec(_LAYER, AttentionKind.MLA, 2, 2, 32, 16, 1.0, mla=dims)
@@ -71,7 +74,7 @@ class FormatScene:
             "dtype": format,
             "scales": {_LAYER: each} if format.layer_scale else None,
         }
-        self.pool = pool([self.layer], num_pages=_PAGES, device=device, layout=layout, **self.settings)
+        self.pool = pool([self.layer], num_pages=pages, device=device, layout=layout, **self.settings)
 
     @property
     def stores(self) -> tuple[PagedBuffer, ...]:
@@ -93,7 +96,10 @@ class FormatScene:
 
     def separate(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Return rows ``[tokens, heads, width]`` as the pool takes them: keys and values, or the only rows; views."""
-        return rows.chunk(2, 1) if self.kind == "mha" else (rows,)
+        if self.kind != "mha":
+            return (rows,)
+        keys, values = rows.chunk(2, 1)
+        return keys, values[..., : self.values]
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
         """Write rows ``[tokens, heads, width]``."""
@@ -355,10 +361,35 @@ def _kernel(scene: FormatScene) -> None:
         )
 
 
+def _sizes(scene: FormatScene) -> None:
+    """A format may refuse a width. Its error may be somewhat larger where more values have one scale."""
+    format, kind = scene.format, scene.kind
+    for widths in _WIDTHS[kind]:
+        try:
+            other = FormatScene(format, kind, scene.device, scale=scene.scale, widths=widths, pages=_MANY // 4 + 1)
+        except PluginError:
+            continue
+        slots = torch.randperm(_MANY, generator=torch.Generator().manual_seed(0)).to(scene.device)
+        rows = other.separate(other.rows(_MANY, dtype=torch.bfloat16))
+        other.pool.write(_LAYER, slots, *(each.contiguous() for each in rows))
+        for store, wanted in zip(other.stores, rows, strict=True):
+            if not (error := _error(store.read(slots), wanted)) <= 2 * format.error:
+                raise CheckFailure(
+                    f"{_MANY} rows of {wanted.shape[-1]} values are read back with an error of {error:.2g}; "
+                    f"it declares {format.error}"
+                )
+
+
+_MANY = 1100
+"""More rows than a launch of a kernel often has in a block, or in a grid of one block per multiprocessor."""
+_WIDTHS = {"mha": ((128, 128), (192, 128), (96, 96), (256, 256)), "mla": ((512, 512),), "index": ((128, 128),)}
+
+
 FORMAT_CHECKS: dict[str, tuple[str, Callable[[FormatScene], None]]] = {
     "bytes": ("a row takes the declared bytes", _bytes),
     "round_trip": ("rows are read back within the declared error", _round_trip),
     "magnitudes": ("rows of any magnitude are held, outliers give no NaN", _magnitudes),
+    "sizes": ("many rows are held at once, of the usual widths, of values narrower than keys", _sizes),
     "padding": ("slots of -1, and by kernels those outside the pool, are not written", _padding),
     "inputs": ("rows are written from views, in any number, and stay as they are given", _inputs),
     "asynchronous": ("encode and decode do not wait for the device", _asynchronous),

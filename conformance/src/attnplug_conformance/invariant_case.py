@@ -41,7 +41,7 @@ class Step:
     slots: bool = False
     """The host gives the slot mapping."""
     strided: bool = False
-    """q, k and v are not contiguous."""
+    """q, k, v and the page table are not contiguous."""
     shape: tuple[int, int] | None = None
     """Requests and rows of the captured batch that is replayed; ``None``: eager."""
     fresh: bool = False

@@ -99,6 +99,8 @@ class StepScene(Scene):
         made = super().geometry(lane=self.step.lane)
         if self.step.typical:
             made = replace(made, typical=TypicalLens.of(self.totals))
+        if self.step.strided:
+            made = replace(made, page_table=torch.cat([made.page_table] * 2, 1)[:, : made.page_table.shape[1]])
         return replace(made, slots=made.new_slots()) if self.step.slots else made
 
     def inputs(self, rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -129,8 +131,17 @@ class DenseRunner:
         mode = captured[0].mode if captured else case.mode
         new = 1 if not captured else captured[0].new if mode is not ForwardMode.EXTEND else -(-rows // requests)
         lanes = 1 + max(step.lane for step in steps)
-        lengths = ((total, new), *((0, new),) * (requests - 1))
-        largest = replace(case, lengths=lengths, mode=mode, padding=rows, lanes=lanes)
+        # As many requests of this length as have the pages of every step; page tables may be wider than all pages.
+        pages = max(len(step.lengths) * (2 + max(map(sum, step.lengths)) // size) for step in steps)
+        full = min(requests, 1 + pages * size // total)
+        largest = replace(
+            case,
+            lengths=((total, new),) * full,
+            mode=mode,
+            padding=rows,
+            padded_requests=requests - full,
+            lanes=lanes,
+        )
         self.base = self._base(largest)
         self.captures: dict[tuple[int, int], Capture] = {}
         if captured:
@@ -421,7 +432,11 @@ class LinearRunner:
         if module is not None:
             module.synchronize()
         with nullcontext() if module is None else module.stream(module.Stream()):
-            conv, out = scene.run(scene.batch(lane=step.lane))
+            batch = scene.batch(lane=step.lane)
+            conv, out = scene.run(batch)
+            if step.mode is ForwardMode.TARGET_VERIFY:
+                accepted = torch.tensor([*scene.new, *[0] * step.padded], device=scene.device)
+                scene.attention().commit_states(batch, accepted)
         if module is not None:
             module.synchronize()
         if check and step.mode is not ForwardMode.TARGET_VERIFY:
@@ -430,6 +445,9 @@ class LinearRunner:
         named = {"convolution": conv, "recurrence": out}
         results = {name: each[start : start + step.new].clone() for name, each in named.items() if each is not None}
         after = [each[scene.slots[place]].clone() for each in scene.states(LAYER)]
+        for number, state in enumerate(after):  # in the last of the rows; only steps that end there have it
+            rows = results[f"state {number} behind {step.total} rows"] = state.new_zeros(step.new, state.numel())
+            rows[-1] = state.flatten()
         return results, after
 
     def _scene(self, step: Step, states: list[Tensor] | None) -> LinearScene:

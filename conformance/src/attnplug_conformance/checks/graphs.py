@@ -66,7 +66,7 @@ class Capture:
                 tree=None if case.trees is None else torch.full((count, uniform), -1, device=device),
             )
         )
-        given = scene.inputs(sum(scene.new))
+        given = scene.inputs(max(rows, sum(scene.new)))
         q, k, v = (None if each is None else torch.zeros_like(each[:rows]) for each in given)
         assert q is not None and k is not None
         self.q, self.k, self.v = q, k, v

@@ -37,7 +37,8 @@ from attnplug_conformance.subject import Subject, Unclaimed
 DECODE, EXTEND, MIXED = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED
 VERIFY = ForwardMode.TARGET_VERIFY
 SHARE, LEAST = 0.1, 9
-"""Share of the time budget for random cases that each level may use, and pairs of batches that are compared anyway."""
+"""Share of the time budget for random cases that each level may use, and pairs of batches of a check's first layer that
+are compared anyway. So are a third as many of every other layer, until the check has used all of the budget's time."""
 REPEATS = 6
 """Repetitions of a batch: an autotuner tries several kernels before it settles on one."""
 BLOCKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -45,6 +46,8 @@ BLOCKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 GRAPH_LEVELS = {DECODE: GraphLevel.DECODE, VERIFY: GraphLevel.UNIFORM, EXTEND: GraphLevel.ALWAYS}
 OVERLAPPING, ENTRY_INDEX = CompressedDims(4, overlap=True), IndexerDims(heads=2, head_dim=16, topk=3)
 """Index heads of a compressed layer. With two, many scores are zero, and so equal."""
+HEADS: tuple[dict[str, Any], ...] = ({"group": 1, "mla_heads": 8}, {"kv_heads": 1, "group": 12, "mla_heads": 32})
+"""Numbers of heads for which kernels often differ: a KV head for each query head, and one for all."""
 ADVICE = {
     "run": "use no atomics whose order changes results, and decide nothing by time",
     "batch": "split KV at absolute positions, use one tile size, and merge in a fixed order",
@@ -117,35 +120,36 @@ class Schedules:
 
     def batch(self) -> Pairs:
         for place, step in enumerate(self.tested()):
-            new, long, many = step.new, self.longest, 63 if self.subject.device.type == "cuda" or not place else 15
+            new, long, many = step.new, self.longest, 65 if self.subject.device.type == "cuda" or not place else 8
             varied: list[dict[str, Any]] = [
                 {"behind": ((long - 1, new),), "typical": self.paged},
                 {"ahead": ((1, new),), "slots": self.paged, "strided": self.paged},
                 {"ahead": ((0, min(520, long)),)},
                 {"ahead": self.others(3, 300), "behind": self.others(3, 60)},
-                {"behind": self.others(many, 30)},
+                {"ahead": self.others(many, 30), "behind": self.others(many, 30)},
                 {"pages": "contiguous", "seed": 7},
                 {"padded": 3},
             ]
+            wide = BLOCKS[-1] // self.page + 30
             if self.paged:
                 alike = ((step.before, new),)
-                varied += [{"width": 30}, {"ahead": alike, "behind": alike, "shared": True}]
+                varied += [{"width": wide}, {"ahead": alike, "behind": alike, "shared": True}]
                 varied.append({"ahead": 4 * alike, "behind": 4 * alike, "shared": True})  # cascades begin at 8
             if self.bounds:
                 varied += [
-                    {"exact": False, "width": 30},
+                    {"exact": False, "width": wide},
                     {"exact": False, "padded": 2, "ahead": self.others(1, long), "typical": True},
                 ]
             yield step, self.shuffled(*(replace(step, **changes) for changes in varied))
 
     def graph(self) -> Pairs:
-        can, most = self.subject.capabilities.cuda_graph, 60 if self.subject.device.type == "cuda" else 17
+        can = self.subject.capabilities.cuda_graph
         modes = [mode for mode in self.modes if mode is not MIXED and can >= GRAPH_LEVELS[mode]]
         for alone in (True, False):
             for mode in modes:
                 tested = [step for step in self.tested() if step.mode is mode]
                 step = tested[0] if alone else replace(tested[-1], behind=self.others(2, 60))
-                sizes = [len(step.lengths) + more for more in (0, 1, most)]
+                sizes = [len(step.lengths), len(step.lengths) + 1, 64]
                 rows = [size * step.new if mode in UNIFORM else step.rows + 3 * (size - sizes[0]) for size in sizes]
                 shapes = list(zip(sizes, rows, strict=True))
                 yield step, self.shuffled(*(replace(step, shape=shape) for shape in shapes for _ in range(2)))
@@ -158,12 +162,13 @@ class Schedules:
         if self.paged:  # the end of a prompt whose other rows are cached
             spans.insert(1, (max(0, long - 2 * page - 5), long))
         for start, stop in spans:
-            offsets = {1, 2, *range(page - 2, page + 3), *(each + d for each in (64, 128, 256) for d in (-1, 0, 1))}
+            blocks = (block + more for block in (64, 128, 256, 512) for more in (-1, 0, 1))
+            offsets = {1, 2, *range(page - 2, page + 3), *blocks}
             pages = range(-(-(start + 1) // page) * page, stop, page)
             ends = {start + each for each in offsets} | {(start + stop) // 2, stop - 2, stop - 1, *pages[-1:]}
             ends = {each for each in ends if start < each < stop}
-            # Prefixes that a cache finds end with a page.
-            hits = sorted(self.shuffled(*ends), key=lambda end: end not in pages)
+            # Prefixes that a cache finds end with a page; most often, all of the prompt but its last page is found.
+            hits = sorted(self.shuffled(*ends), key=lambda end: (end not in pages[-1:], end not in pages))
             kinds = [
                 [Step(end, stop - end) for end in hits],
                 [Step(end, 1, DECODE) for end in self.shuffled(*ends) if DECODE in self.modes],
@@ -175,10 +180,12 @@ class Schedules:
     def verify(self) -> Pairs:
         if not {VERIFY, DECODE} <= set(self.modes):
             return
-        for before in (max(self.page - 2, 0), self.edge(self.longest // 2), self.longest - 8):
-            sizes = {min(each, self.most_verified) for each in (1, 2, 4, self.rng.randint(3, 6))}
-            for new in sorted(sizes | {self.most_verified}):
-                yield Step(before, new, VERIFY), self.shuffled(*(Step(before + row, 1, DECODE) for row in range(new)))
+        most = min(self.subject.capabilities.max_speculative_tokens, 64, self.longest // 2)
+        for before in (max(self.page - 2, 0), self.edge(self.longest // 2), self.longest - most):
+            sizes = {min(each, most) for each in (1, 2, 4, self.rng.randint(3, 7), self.rng.randint(8, 64))}
+            for new in sorted(sizes | {most}):
+                *rows, last = (Step(before + row, 1, DECODE) for row in range(new))
+                yield Step(before, new, VERIFY), [last, *self.shuffled(*rows)]
 
     def all(self) -> Pairs:
         """Yield batches that differ in every condition of the claimed levels."""
@@ -293,14 +300,16 @@ def _check_level(level: str, context: CheckContext) -> None:
             raise _failure(context, level, comparison, found)
         return
     compared, digest, start = 0, None, time.process_time()
-    layers = list(_layers(context))
+    layers = list(_layers(level, context))
     for number, case in enumerate(layers):
         end = start + SHARE * subject.budget * (number + 1) / len(layers)
+        spent = time.process_time() - start
+        least = compared + (LEAST if not number else LEAST // 3 if spent < subject.budget else 0)
         runners: dict[object, StepRunner] = {}
         pairs = list(getattr(Schedules(subject, case, seed + number), level)())
         turn = (3 if len(pairs) % 3 else 2) * number  # layers begin with other modes and lengths
         for first, steps in (*pairs[turn % len(pairs) :], *pairs[: turn % len(pairs)]) if pairs else ():
-            if compared >= LEAST and time.process_time() > end:
+            if compared >= least and time.process_time() > end:
                 break
             # A captured batch has the mode and the rows per request of the scene that it is captured in.
             shape = first.mode, first.new
@@ -313,7 +322,7 @@ def _check_level(level: str, context: CheckContext) -> None:
             if digest is None:
                 digest = zlib.crc32(b"".join(as_bytes(each).cpu().numpy().tobytes() for each in expected.values()))
             for place, step in enumerate(steps):
-                if place >= LEAST // 3 and compared >= LEAST and time.process_time() > end:
+                if place >= LEAST // 3 and compared >= least and time.process_time() > end:
                     break
                 compared += 1
                 if (found := difference((first, expected), (step, runner.run(step)))) is not None:
@@ -324,34 +333,40 @@ def _check_level(level: str, context: CheckContext) -> None:
     context.note = f"{compared} pairs of batches have the same bits; digest of the first batch {digest:08x}"
 
 
-def _layers(context: CheckContext) -> Iterator[Case]:
-    """Yield the check's layer, then layers with features, dtypes and KV formats that the backend claims."""
+def _layers(level: str, context: CheckContext) -> Iterator[Case]:
+    """Yield the check's layer, then those with other heads, and with claimed features, dtypes and KV formats."""
     yield context.case
-    for each in _variants(context.subject, context.case):
+    for each in _variants(level, context.subject, context.case):
         try:
             yield context.subject.fit(each)
         except Unclaimed:
             continue
 
 
-def _variants(subject: Subject, case: Case) -> list[Case]:
+def _variants(level: str, subject: Subject, case: Case) -> list[Case]:
     can = subject.capabilities
-    dtypes = [replace(case, dtype=dtype) for dtype in sorted(can.dtypes) if dtype != case.dtype][:1]
+    dtypes = _share(level, [replace(case, dtype=dtype) for dtype in sorted(can.dtypes) if dtype != case.dtype])
     if case.compressed is not None:
         all_entries = replace(case, compressed=CompressedDims(8), index=None, extras=case.extras - {"selected"})
         return [all_entries, *dtypes]
     if case.kind.is_linear or case.index is not None:
-        return []
+        return dtypes
     changes = [FEATURES[name][1] for name in ("window_and_cap", "sinks", "window", "cap")]
     # Large logits: a kernel that rescales its sums only then decides so for a tile.
-    found = [replace(case, extras=case.extras - {"lse"}, magnitude=2.0)]
+    found = [replace(case, extras=case.extras - {"lse"}, magnitude=2.0), *(replace(case, **heads) for heads in HEADS)]
     for change in changes[: 2 if subject.device.type == "cpu" else 4]:
         made = {**change, "extras": case.extras | change.get("extras", frozenset())}
         found.append(replace(case, **made | ({"window": 20} if "window" in made else {})))
     found += dtypes
     held = [format.name for format in coded_formats(case.kind)]
     claimed = [name for name in held if can.kv_dtypes is None or name in can.kv_dtypes]
-    return found + [replace(case, kv_dtype=name, dtype=None) for name in sorted(claimed)[:1]]
+    return found + _share(level, [replace(case, kv_dtype=name, dtype=None) for name in sorted(claimed)])
+
+
+def _share(level: str, layers: list[Case]) -> list[Case]:
+    """Return the layers that a level's check runs: one, each level another one, and all of them with all levels."""
+    turn = None if level == "all" else list(INVARIANCE).index(level) % max(len(layers), 1)
+    return layers if turn is None else layers[turn : turn + 1]
 
 
 def _applies(level: str, kind: AttentionKind, layer: Feature | None, subject: Subject) -> str | None:

@@ -17,16 +17,17 @@ def cancelling(count: int, matrix: Tensor) -> tuple[Tensor, Tensor]:
     other sums: only a few of 10,000 differ.
     """
     *leading, inputs, outputs = matrix.shape
-    seed = torch.Generator(matrix.device).manual_seed(0)
+    device = matrix.device if matrix.is_cuda else torch.device("cpu")  # a plugin's device may have no generator
+    seed = torch.Generator(device).manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=matrix.dtype, device=matrix.device, generator=seed)
+        return torch.randn(*shape, dtype=matrix.dtype, device=device, generator=seed)
 
     rows, columns = drawn(*leading, count, inputs), drawn(inputs, min(outputs, _DRAWN))
-    first, second = torch.randperm(inputs, device=matrix.device, generator=seed)[: inputs // 2 * 2].view(2, -1)
+    first, second = torch.randperm(inputs, device=device, generator=seed)[: inputs // 2 * 2].view(2, -1)
     rows[..., ::2, second], columns[second] = rows[..., ::2, first], -columns[first]
     factor = written = torch.empty_strided(matrix.shape, matrix.stride(), dtype=matrix.dtype, device=matrix.device)
     for dim, stride in enumerate(matrix.stride()):
         written = written if stride else written.narrow(dim, 0, 1)  # of an expanded dimension there is one
-    written.copy_(columns[:, torch.arange(written.shape[-1], device=matrix.device) % _DRAWN])
-    return rows, factor
+    written.copy_(columns[:, torch.arange(written.shape[-1], device=device) % _DRAWN])
+    return rows.to(matrix.device), factor

@@ -145,13 +145,13 @@ def _tile(turned: Tensor, tile: Tensor) -> Tensor:
 def _agrees(matrix: Tensor, size: int) -> bool:
     """Return True if a tile of ``size`` rows gives every row the bits that the smallest tile gives it, at any place.
 
-    Computed once per shape. MKL with 64 rows or more sums a long dimension in other blocks, and so does oneDNN with
-    16-bit numbers.
+    Computed once per shape and device. MKL with 64 rows or more sums a long dimension in other blocks, and so does
+    oneDNN with 16-bit numbers.
     """
     least, (inputs, outputs) = _TILES[-1], matrix.shape[-2:]
     if size > least and inputs < _FEWEST_TERMS:
         return False
-    key = (matrix.shape, matrix.stride(), matrix.dtype, size, torch.get_num_threads())
+    key = (matrix.shape, matrix.stride(), matrix.dtype, matrix.device, size, torch.get_num_threads())
     if key not in _agreeing:
         from attnplug_engine.kernels.cancelling_terms import cancelling
 
