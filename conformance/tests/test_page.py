@@ -43,7 +43,7 @@ def test_a_failure_looks_as_the_page_shows_it():
 def test_the_page_knows_how_many_mutants_there_are():
     from mutants import MUTANTS
 
-    assert f"hold {len(MUTANTS)} broken backends" in PAGE
+    assert f"contain {len(MUTANTS)} broken backends" in PAGE
 
 
 def test_every_check_that_the_page_names_exists():
