@@ -106,7 +106,7 @@ def test_preemption(model: str) -> None:
     assert engine.scheduler.preemptions > 0
 
 
-@pytest.mark.parametrize("model", [LLAMA, COMPRESSED])
+@pytest.mark.parametrize("model", [LLAMA, pytest.param(COMPRESSED, marks=pytest.mark.long)])
 def test_among_63_others(model: str) -> None:
     wanted, results = expected(model)
     crowd = [Arrival(0, Subject((number, 3, number), SamplingParams(max_tokens=3))) for number in range(63)]
@@ -114,7 +114,8 @@ def test_among_63_others(model: str) -> None:
     assert play(engine, [*crowd, Arrival(1, wanted[1], 1)]) == [(1, results[1])]
 
 
-@pytest.mark.parametrize("model", [SPARSE, pytest.param("tiny:glm_moe_dsa", marks=pytest.mark.long), COMPRESSED])
+@pytest.mark.parametrize("model", [SPARSE, "tiny:glm_moe_dsa", COMPRESSED])
+@pytest.mark.sample(1)
 def test_rows_in_host_memory(model: str) -> None:
     """E3: HiSparse keeps the bits; a hot buffer has room for few rows more than a layer selects."""
     hisparse = {"enable_hisparse": True, "hisparse_config": {"device_buffer_size": 16}}

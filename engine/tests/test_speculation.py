@@ -280,7 +280,7 @@ class TestServing:
 
 
 class TestDistribution:
-    @pytest.mark.parametrize("draft", [LLAMA, "tiny:qwen3"])
+    @pytest.mark.parametrize("draft", [LLAMA, pytest.param("tiny:qwen3", marks=pytest.mark.long)])
     def test_drawn_tokens_have_the_targets_distribution(self, draft):
         """Chi-squared test of the pairs of tokens that follow a prompt, among the four most likely tokens each."""
         prompt, kept, drawn = [1, 2, 3], 4, 500

@@ -181,7 +181,7 @@ def test_the_warm_up_of_an_embedder_covers_every_kind_of_step():
 
 @pytest.mark.parametrize("settings", [{}, {"chunked_prefill_size": 7}], ids=["whole", "chunked"])
 @pytest.mark.parametrize("model", ["tiny:llama", "tiny:deepseek_v3", "tiny:kimi_linear"])
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_a_warm_embedder_embeds_like_a_cold_one(model, settings):
     """E1: no rows, slots or counts are left; progress is reported."""
     cold, warm = (Embedder(model, device="cpu", context_length=40, max_batch=3, **settings) for _ in range(2))
@@ -272,7 +272,7 @@ def test_ranks_agree_on_the_limit_of_the_slowest():
         def all_gather(self, seconds, dim):
             return torch.cat((seconds, torch.tensor([[0.05 / 1000, 0.0]], dtype=torch.float64)), dim)
 
-    engine = Engine("tiny:llama", device="cpu", inter_token_latency=0.05, chunked_prefill_size=64)
+    engine = Engine("tiny:llama", device="cpu", inter_token_latency=0.05, chunked_prefill_size=64, context_length=1024)
     engine.runner.parallel = Ranks()
     limit = run_warm_up(engine)
     assert limit is not None and limit.tokens <= 896
