@@ -12,12 +12,15 @@ import torch
 from attnplug import Role
 from attnplug.auto.ranking import Ranking
 from attnplug.auto.table_store import FoundTable, MeasuredShape, MeasuredTable, Origin
-from attnplug.host import load_registry
+from attnplug.host import ModelAttention, load_registry
 from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug_sglang import selection
+from attnplug_sglang.kv_pools import PageTable
+from attnplug_sglang.planning import PlannedGroup, eager_step
 from sglang_fakes import Mode, batch, mha_layer, reference, slots_table
 from sglang_stand_in import Radix, sglang
 from test_backend import PAGE, mla_runner, pool, rows, runner
+from test_captured import triton_backends
 
 AUTO = "attnplug:auto"
 DECODES = {"near": {(1, 8): 1.0, (1, 32): 9.0, (8, 8): 1.0}, "far": {(1, 8): 9.0, (1, 32): 1.0, (8, 8): 9.0}}
@@ -50,7 +53,7 @@ def measured(ours: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_batch_runs_on_the_fastest_backend_for_its_lengths(ours: SimpleNamespace) -> None:
-    """A9: a request moves between backends, which read each other's rows. Nobody needs exact lengths of a decode."""
+    """A9: a request moves between backends, which read each other's rows."""
     torch.manual_seed(0)
     table, module, kv = slots_table([33], PAGE), Radix(0), pool(0)
     names = dict.fromkeys(("prefill_attention_backend_str", "decode_attention_backend_str"), AUTO)
@@ -93,6 +96,17 @@ def test_an_mla_prefill_as_mha_runs_on_the_backend_that_planned_it(ours: SimpleN
         out = backend.forward_extend(q, k, v, as_mha, given, save_kv_cache=False)
         torch.testing.assert_close(out[:1], v[:1].flatten(1))
     assert ran == ["near", "far"]
+
+
+@pytest.mark.parametrize(("mode", "new"), [(Mode.DECODE, 1), (Mode.TARGET_VERIFY, 3)])
+def test_the_mean_length_of_a_decode_decides(mode: Mode, new: int) -> None:
+    """Backends that plan on the device get no exact lengths. SGLang's lengths of a verify exclude its new tokens."""
+    (backend,), pools, _ = triton_backends(1)
+    table, attention = slots_table([7, 33], PAGE), ModelAttention(backend, pools)
+    given = batch(table, [7 - new, 33 - new], [new, new], mode)
+    for by_batch, typical in ((True, (20, 33)), (False, None)):
+        step = eager_step(given, [PlannedGroup(attention, PageTable(table, PAGE), by_batch)], 64)
+        assert step.batches[0].geometry.typical == typical and step.batches[0].geometry.host is None
 
 
 def test_the_log_names_all_backends_of_a_role(ours: SimpleNamespace, monkeypatch) -> None:

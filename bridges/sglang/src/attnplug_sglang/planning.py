@@ -73,7 +73,6 @@ class Lengths:
     seq_lens: Tensor
     new_lens: Tensor | None
     host: HostLengths | None
-    typical: TypicalLens | None = None
 
 
 def eager_step(batch: Any, groups: Sequence[PlannedGroup], max_context: int) -> GroupedStep:
@@ -92,7 +91,7 @@ def eager_step(batch: Any, groups: Sequence[PlannedGroup], max_context: int) -> 
             max_new=lengths.max_new,
             new_lens=lengths.new_lens,
             host=lengths.host,
-            typical=lengths.typical if group.by_batch else None,
+            typical=_typical(batch, lengths) if group.by_batch else None,
             slots=group.table.slots(batch.out_cache_loc[: lengths.rows]),
             tree=tree,
         )
@@ -102,6 +101,15 @@ def eager_step(batch: Any, groups: Sequence[PlannedGroup], max_context: int) -> 
         plan_forward(group.attention.backend, planned)
         batches.append(planned)
     return GroupedStep(mode, tuple(batches), lengths.max_new)
+
+
+def _typical(batch: Any, lengths: Lengths) -> TypicalLens | None:
+    """Typical lengths of a decode or verify; of extends, exact lengths choose the backend."""
+    known = batch.seq_lens_cpu
+    if lengths.host is not None or known is None or not batch.batch_size:
+        return None
+    before = 0 if mode_of(batch) is ForwardMode.DECODE else lengths.max_new
+    return TypicalLens(int(known.sum()) // batch.batch_size + before, lengths.max_seq_len)
 
 
 def _needs_host_lengths(group: PlannedGroup) -> bool:
@@ -129,8 +137,7 @@ def lengths_of(batch: Any, mode: ForwardMode, max_context: int, *, exact: bool) 
         host = HostLengths([each] * requests, [length + before for length in known.tolist()])
     longest = max_context if known is None or not requests else min(int(known.max()) + before, max_context)
     seq_lens = (batch.seq_lens + before).to(torch.int32)
-    typical = None if known is None or not requests else TypicalLens(int(known.sum()) // requests + before, longest)
-    return Lengths(requests * each, longest, each, seq_lens, None, host, typical)
+    return Lengths(requests * each, longest, each, seq_lens, None, host)
 
 
 def new_tokens(batch: Any, mode: ForwardMode) -> int:
