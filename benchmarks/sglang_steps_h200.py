@@ -285,7 +285,7 @@ def in_processes(arguments: argparse.Namespace) -> dict[str, Any]:
     def found() -> dict[str, Any]:
         return merged([process.result(arguments) for process in processes])
 
-    waiting = list(processes)
+    waiting, others = list(processes), DeviceLock(arguments.turns)
     try:
         while waiting and time.perf_counter() < end:
             for process in [one for one in waiting if one.ended()]:
@@ -295,6 +295,7 @@ def in_processes(arguments: argparse.Namespace) -> dict[str, Any]:
             if not ready or (len(ready) < len(waiting) and time.perf_counter() < started + arguments.start_s):
                 time.sleep(0.2)
                 continue
+            others.acquire()
             waiting.remove(ready[0])
             print(f"{ready[0].backend}: measures, {time.perf_counter() - started:.0f} s after the start", flush=True)
             ready[0].measure(min(arguments.points_s + 15, end - time.perf_counter()))
@@ -336,6 +337,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--points-s", type=float, default=45, help="seconds for the points of one backend")
     parser.add_argument("--no-trace", action="store_true")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU")
+    parser.add_argument("--turns", metavar="FILE", help="measure when no other process has a lock on this file")
     parser.add_argument("--port", type=int, default=31000, help="the first port")
     parser.add_argument("--logs", metavar="FOLDER", help="of the processes' output; else a temporary one")
     parser.add_argument("--one", metavar="BACKEND", help=argparse.SUPPRESS)
