@@ -72,7 +72,7 @@ def choose_kernels(name: KernelName, sm: int, layers: Iterable[LayerSpec]) -> Fl
     layers = tuple(layers)
     capped = [layer.layer_id for layer in layers if layer.logit_cap is not None]
     if name == "auto":
-        if fa4_problem(sm, layers) is None and _fa4_imports():
+        if fa4_problem(sm, layers) is None and _imports_fa4(load_fa4):
             name = "fa4"
         else:
             name = "fa2" if capped and import_error(load_fa2) is None else "torch"
@@ -109,8 +109,10 @@ def import_error(load: Callable[[], object]) -> BaseException | None:
     return None
 
 
-def _fa4_imports() -> bool:
-    error = import_error(load_fa4)
+@cache
+def _imports_fa4(load: Callable[[], object]) -> bool:
+    """Return True if flash-attn-4 can be imported. Warns once per process if it is installed and cannot."""
+    error = import_error(load)
     absent = isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] == "flash_attn"
     if error is not None and not absent:
         warnings.warn(
