@@ -286,8 +286,10 @@ def test_limits_hold_the_largest_step_of_sglang(ours: SimpleNamespace) -> None:
 
 def test_drafts_are_verified_by_the_role_that_sglang_says(ours: SimpleNamespace, monkeypatch) -> None:
     asked: list[Any] = []
-    choose = ours.build.choose
-    monkeypatch.setattr(ours.build, "choose", lambda *given, **named: (asked.append(named), choose(*given, **named))[1])
+    build = ours.build.choose_and_build
+    monkeypatch.setattr(
+        ours.build, "choose_and_build", lambda *given, **named: (asked.append(named), build(*given, **named))[1]
+    )
     for mode in ("prefill", "decode"):
         given = {"speculative_attention_mode": mode}
         ours.build.build(NAME, runner([Radix()], slots_table([3], PAGE), pool(0), arguments=given))

@@ -12,11 +12,24 @@ from typing import Any
 
 import pytest
 
-from attnplug import CacheLayout, DType, Feature, GraphLevel, Problem, RefusalCode, Role, Setting, UsageError
-from attnplug.host import TINY_CONFIGS, SelectionError, load_model, load_registry
+from attnplug import (
+    BackendError,
+    CacheLayout,
+    DType,
+    Feature,
+    GraphLevel,
+    Problem,
+    RefusalCode,
+    Role,
+    Setting,
+    UsageError,
+)
+from attnplug.declare.errors import PluginWarning
+from attnplug.host import TINY_CONFIGS, Selection, SelectionError, load_model, load_registry
 from attnplug.registry.hosts import load_host
+from attnplug.registry.loading import BuildError
 from attnplug_sglang.host import HOST, OPTIONS, Refused, fit, given_options, render
-from attnplug_sglang.selection import choose, decode_graphs, served_roles, unsupported
+from attnplug_sglang.selection import choose, choose_and_build, decode_graphs, served_roles, unsupported
 from attnplug_sglang.server_args import check_server_args
 from attnplug_testing.claiming import registry_claiming
 from attnplug_testing.errors import having, missing_values, naming
@@ -134,6 +147,29 @@ def test_auto_shares_a_role_between_the_backends_that_were_measured_the_fastest(
     twins = measured_twins(monkeypatch, tmp_path, problem.model.layers[0], DType.FLOAT32)
     found = choose(twins, "attnplug:auto", (Role.DECODE,), problem, verify=Role.DECODE, graphs=False)
     assert [backend.spec.name for backend in found.serving(Role.DECODE)] == ["beta", "alpha"]
+
+
+def test_auto_continues_without_a_backend_that_cannot_be_built(
+    folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """D2: a backend that shares a role by batch does not end a start, such as one whose kernel library is broken."""
+    problem = Problem(load_model(folder), device="cpu", dtype=DType.FLOAT32, page_size=1)
+    assert problem.model is not None
+    twins = measured_twins(monkeypatch, tmp_path, problem.model.layers[0], DType.FLOAT32)
+
+    def build(selection: Selection) -> list[str]:
+        found = [backend.spec.name for backend in selection.serving(Role.DECODE)]
+        if "alpha" in found:
+            raise BuildError(twins.get("alpha"), BackendError("CUDA graph level DECODE is requested"))
+        return found
+
+    def built(name: str) -> list[str]:
+        return choose_and_build(twins, name, (Role.DECODE,), problem, build, verify=Role.DECODE, graphs=False)
+
+    with pytest.warns(PluginWarning, match="alpha .* CUDA graph level DECODE .* auto continues without it"):
+        assert built("attnplug:auto") == ["beta"]
+    with pytest.raises(BuildError):
+        built("attnplug:alpha")
 
 
 def test_graphs_are_demanded_unless_they_are_off(folder: str) -> None:

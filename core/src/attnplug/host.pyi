@@ -20,6 +20,7 @@ from attnplug.layers.model_attention import active_attention as active_attention
 from attnplug.layers.model_attention import plan_forward as plan_forward
 from attnplug.mla.attention import MLAWeights as MLAWeights
 from attnplug.mla.extend_policy import ExtendPolicy as ExtendPolicy
+from attnplug.registry.assembly import build_chosen as build_chosen
 from attnplug.registry.assembly import build_selection as build_selection
 from attnplug.registry.assembly import choose_importable as choose_importable
 from attnplug.registry.hosts import HostSpec as HostSpec

@@ -20,6 +20,7 @@ from attnplug.host import (
     Registry,
     Selection,
     SelectionError,
+    build_chosen,
     choose_importable,
     default_ranking,
     load_registry,
@@ -27,7 +28,6 @@ from attnplug.host import (
 )
 from attnplug.kernels import torch_dtype
 from attnplug.machine.runtime import DeviceRuntime, open_device, runtime_of
-from attnplug.registry.assembly import build_chosen
 from attnplug_engine.checkpoints.random import TINY
 from attnplug_engine.checkpoints.safetensors import CheckpointError, WeightSource, quantization_key, stored_dtype
 from attnplug_engine.execution.extend_times import measured_extends

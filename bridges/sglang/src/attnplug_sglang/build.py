@@ -28,7 +28,14 @@ from attnplug_sglang.host import Refused, refuse_sparse_trees, render, requested
 from attnplug_sglang.kv_pools import PageTable, kv_format, kv_groups, pools_over
 from attnplug_sglang.layers import Layers, with_sinks
 from attnplug_sglang.mla_prefill import extend_path
-from attnplug_sglang.selection import choose, decode_graphs, drafts, raise_if_unsupported, resolved, served_roles
+from attnplug_sglang.selection import (
+    choose_and_build,
+    decode_graphs,
+    drafts,
+    raise_if_unsupported,
+    resolved,
+    served_roles,
+)
 from attnplug_sglang.sparse import SelectPositions, indexer_dims
 
 logger = logging.getLogger(__name__)
@@ -56,14 +63,29 @@ def _build(name: str, runner: Any) -> AttnplugBackend:
     problem = _problem(runner, model)
     if refusal := refuse_sparse_trees(problem):
         raise Refused(f"{name}: {refusal.format(render)}", [refusal])
-    selection = choose(
+    selection, groups = choose_and_build(
         load_registry(),
         name,
         roles,
         problem,
+        lambda selection: (selection, _groups(runner, layers, model, selection)),
         verify=Role(arguments.speculative_attention_mode),
         graphs=problem.device == "cuda" and decode_graphs(arguments.cuda_graph_config, _graphs_disabled(arguments)),
     )
+    by_batch = any(len(choice.serving) > 1 for choice in selection.choices.values())
+    select = _index_select(arguments) if model.is_sparse else None
+    backend = AttnplugBackend(runner, layers, groups, select, by_batch=by_batch)
+    if runner.use_mla_backend:  # selected rows are read from the cache in place: absorbed only
+        _register_prefill(name, backend, ExtendPath.ABSORBED if model.is_sparse else problem.extend_path)
+        _pass_parts(name, backend.takes_q_rope and _may_pass_parts(runner.model, arguments))
+    logger.info("%s: %s", name, _summary(selection))
+    return backend
+
+
+def _groups(
+    runner: Any, layers: Layers, model: ModelSpec, selection: Selection
+) -> list[tuple[ModelAttention, PageTable, tuple[int, ...]]]:
+    """Build the backends of every KV group. Each has its page table and the ids of its layers."""
     groups = []
     workspace = WorkspaceOwner()
     for group in kv_groups(runner.token_to_kv_pool, layers.specs):
@@ -74,14 +96,7 @@ def _build(name: str, runner: Any) -> AttnplugBackend:
             attention = ModelAttention(build_selection(selection, context), pools)
         table = PageTable(runner.req_to_token_pool.req_to_token, runner.page_size, group.translate)
         groups.append((attention, table, tuple(layer.layer_id for layer in group.layers)))
-    by_batch = any(len(choice.serving) > 1 for choice in selection.choices.values())
-    select = _index_select(arguments) if model.is_sparse else None
-    backend = AttnplugBackend(runner, layers, groups, select, by_batch=by_batch)
-    if runner.use_mla_backend:  # selected rows are read from the cache in place: absorbed only
-        _register_prefill(name, backend, ExtendPath.ABSORBED if model.is_sparse else problem.extend_path)
-        _pass_parts(name, backend.takes_q_rope and _may_pass_parts(runner.model, arguments))
-    logger.info("%s: %s", name, _summary(selection))
-    return backend
+    return groups
 
 
 def _model(runner: Any) -> tuple[Layers, ModelSpec]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from attnplug import GraphLevel, Problem, Role, UsageError
-from attnplug.host import BackendRequest, Registry, Selection, SelectionError, default_ranking, explain
+from attnplug.host import BackendRequest, Registry, Selection, build_chosen, default_ranking
 from attnplug_sglang.host import HOST, PREFIX, fit, given_options
 
+Built = TypeVar("Built")
 _DRAFTERS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "FROZEN_KV_MTP")
 """Speculative algorithms whose drafts are chains, or trees with ``--speculative-eagle-topk`` branches."""
 
@@ -26,6 +27,20 @@ def choose(
 
     ``graphs`` is False if the user turned them off. Roles with another backend of SGLang's are not considered.
     """
+    return choose_and_build(registry, name, roles, problem, lambda selection: selection, verify=verify, graphs=graphs)
+
+
+def choose_and_build(
+    registry: Registry,
+    name: str,
+    roles: tuple[Role, ...],
+    problem: Problem,
+    built: Callable[[Selection], Built],
+    *,
+    verify: Role,
+    graphs: bool,
+) -> Built:
+    """Select as ``choose`` does, and build. ``auto`` continues without a backend that cannot be built, and warns."""
     requested = name.removeprefix(PREFIX)
     own = {role: requested for role in roles if len(roles) == 1}
     options = {of: given for of, given in given_options().items() if requested in ("auto", of)}
@@ -34,13 +49,7 @@ def choose(
     if not graphs:
         fitted = replace(fitted, cuda_graph=GraphLevel.NEVER, wants_graphs=False)
     ranking = default_ranking(registry, fitted, per_batch=HOST.per_batch(fitted))
-    selection = explain(registry, request, fitted, ranking=ranking)
-    selection = replace(
-        selection, choices={role: selection.choices[role] for role in roles if role in selection.choices}
-    )
-    if selection.unserved:
-        raise SelectionError(selection)
-    return selection
+    return build_chosen(registry, request, fitted, built, ranking=ranking, roles=roles)[1]
 
 
 def check_options(registry: Registry) -> None:

@@ -172,23 +172,21 @@ def build_chosen(
     build: Callable[[Selection], Built],
     failed: Mapping[str, Refusal] | None = None,
     ranking: Ranking = BY_PREFERENCE,
+    roles: Collection[Role] = tuple(Role),
 ) -> tuple[Selection, Built]:
     """Select backends and build them. If one that ``auto`` chose cannot be built, warn and select again (D2).
 
-    ``build`` creates everything that depends on the selection, including the pools, because another backend may need
-    another page size. It raises what :func:`build_selection` raises. A backend that was requested by name or given
-    options is never replaced; in strict mode none is. ``failed`` holds backends that an earlier selection left out, by
-    name, such as that of :func:`choose_importable`. Example::
+    ``build`` creates everything that depends on the selection, pools too, because another backend may need another page
+    size. It raises what :func:`build_selection` raises. A backend that was requested by name or given options is never
+    replaced; in strict mode none is. ``failed``: backends that an earlier selection left out, by name, such as that of
+    :func:`choose_importable`. ``roles``: those that the host leaves to attnplug. Example::
 
-        def build(selection):
-            pools = make_pools(selection.page_size)
-            return build_selection(selection, HostContext(pools=pools, ...))
-
+        build = lambda selection: build_selection(selection, HostContext(pools=make_pools(selection.page_size), ...))
         selection, backend = build_chosen(load_registry(), BackendRequest(), problem, build)
     """
     left_out = dict(failed or {})
     while True:
-        selection = select(registry, request, problem, left_out, ranking)
+        selection = select(registry, request, problem, left_out, ranking, roles)
         try:
             return selection, build(selection)
         except BuildError as error:

@@ -7,7 +7,7 @@ it also works for absent hardware.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -96,15 +96,17 @@ def select(
     problem: Problem,
     failed: Mapping[str, Refusal] | None = None,
     ranking: Ranking = BY_PREFERENCE,
+    roles: Collection[Role] = tuple(Role),
 ) -> Selection:
     """Select the backends to build. Raises :class:`SelectionError`, with every refusal, if a role cannot be served.
 
-    Example::
+    ``roles``: those that the host leaves to attnplug. Example::
 
         problem = Problem(load_model("tiny:llama"), device="cpu")
         select(load_registry(), BackendRequest(), problem).chosen(Role.DECODE).spec.name
     """
     selection = explain(registry, request, problem, failed, ranking)
+    selection = replace(selection, choices={role: each for role, each in selection.choices.items() if role in roles})
     if selection.unserved:
         raise SelectionError(selection)
     return selection
