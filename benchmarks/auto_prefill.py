@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="tune: measure known points again")
     parser.add_argument("--count", type=int, default=12, help="check: random points of each layer")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--layers", default="", metavar="PREFIX", help="only groups of layers that begin so: mla or gqa")
+    parser.add_argument("--layers", default="", metavar="PREFIX", help="only groups that begin so: mla or gqa")
     parser.add_argument("--out", type=Path, help="check: write points and shares as JSON")
     arguments = parser.parse_args()
     groups = SMOKE_GROUPS if arguments.smoke else FP8_GROUPS if arguments.fp8 else GROUPS
