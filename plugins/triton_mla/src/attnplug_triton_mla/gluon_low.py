@@ -9,7 +9,8 @@ through shared memory: five or six barriers. Here warp w has quarter w of the la
   up through shared memory (8 KiB), and then every warp has all logits. Each warp computes the largest one, the weights
   and their sums for itself, and the weights are in registers as the second product needs them.
 - A step's partial logits are computed beside the weights and values of the step before it, which do not wait for them.
-  There are two barriers per step: when its rows have come, and between writing and reading partial logits.
+  There are two barriers per step: when its rows have come, and between writing and reading partial logits. Before the
+  second, the values of the step before are loaded into registers, so that other warps do not wait for their sums.
 - Queries and the first steps' rows are requested together, right after the wait for the previous kernel. Page numbers
   are looked up before that, and later two steps ahead.
 - All quarters of some rows are requested, then those of the next rows; a row's rope is requested by neighbouring lanes.
@@ -115,18 +116,17 @@ def _logits_of(dots, token, seen, scale, table, table_column, end_token, SELECTE
 
 
 @gluon.jit
-def _add_step(logits, rows, top, total, sums, OWN: gl.constexpr):
-    """Add a step's rows to the sums; ``top`` is the running maximum of logits, ``total`` the sum of weights."""
+def _add_step(logits, values, top, total, sums, TYPE: gl.constexpr, OWN: gl.constexpr):
+    """Add a step's values to the sums; ``top`` is the running maximum of logits, ``total`` the sum of weights."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OWN, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, OWN, 2)
     higher = gl.maximum(top, gl.max(logits, 1))
     base = gl.where(higher == float("-inf"), 0.0, higher)
     weights, kept = gl.exp2(logits - base[:, None]), gl.exp2(top - base)
     total = total * kept + gl.sum(weights, 1)
-    own = gl.expand_dims(gl.convert_layout(weights.to(rows.dtype), gl.SliceLayout(0, LEFT)), 0)
-    own = gl.broadcast(own, gl.full([4, logits.shape[0], logits.shape[1]], 0.0, rows.dtype, LEFT))[0]
+    own = gl.expand_dims(gl.convert_layout(weights.to(TYPE), gl.SliceLayout(0, LEFT)), 0)
+    own = gl.broadcast(own, gl.full([4, logits.shape[0], logits.shape[1]], 0.0, TYPE, LEFT))[0]
     sums = sums * gl.convert_layout(kept, gl.SliceLayout(0, gl.SliceLayout(2, OWN)))[None, :, None]
-    return higher, total, mma_v2(own, rows.load(RIGHT), sums)
+    return higher, total, mma_v2(own, values, sums)
 
 
 @gluon.jit(do_not_specialize=["requests", "programs", "partial_slots", "table_row"])
@@ -152,6 +152,7 @@ def attend_low(
     OWN: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     ALL: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OWN, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, OWN, 2)
     LOGITS: gl.constexpr = gl.SliceLayout(0, ALL)
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
     SHARED_ROPE: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [2, 1, 0])
@@ -226,8 +227,8 @@ def attend_low(
             following = gl.where(buffer == BUFFERS - 1, 0, buffer + 1)
             rows, rope = rows_shared.index(following), rope_shared.index(following)
             dot = _partial_logits(own_q, own_q_rope, rows, rope, OWN, ROPE)
-            top, total, sums = _add_step(logits, rows_shared.index(buffer), top, total, sums, OWN)
             logits_shared.store(dot)
+            values = rows_shared.index(buffer).load(RIGHT)
             dots = logits_shared.load(ALL)
             # There was a barrier between these two, so no warp reads this step's rows any more.
             token = first + BUFFERS * STEP
@@ -235,6 +236,7 @@ def attend_low(
                 rows_shared.index(buffer), rope_shared.index(buffer), cache, page, rope_page, token, end_token,
                 COPY, COPY_ROPE, RANK, ROPE, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE, SELECTED,
             )  # fmt: skip
+            top, total, sums = _add_step(logits, values, top, total, sums, TYPE, OWN)
             token += 2 * STEP
             page, page_behind = page_behind, _page_of(table, table_column, token, end_token, COPY, STEP, TABLE_PAGE)
             if ONE_PAGE:
@@ -246,7 +248,8 @@ def attend_low(
                 dots, first + STEP + position, seen, scale, table, table_column, end_token, SELECTED
             )  # fmt: skip
             buffer = following
-        top, total, sums = _add_step(logits, rows_shared.index(buffer), top, total, sums, OWN)
+        values = rows_shared.index(buffer).load(RIGHT)
+        top, total, sums = _add_step(logits, values, top, total, sums, TYPE, OWN)
         async_copy.wait_group(0)
 
         live = row < new * HEADS
