@@ -9,7 +9,15 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from attnplug.kv.triton_rows import _write_pairs
 from attnplug_engine.kernels.elementwise import _rms_norm, _silu_and_mul
-from attnplug_engine.kernels.gemm_tiles import LONG_WAIT_CONFIGS, ONE_ROW_CONFIGS, STREAMED, STREAMED_GATED, GemmConfig
+from attnplug_engine.kernels.gemm_tiles import (
+    LONG_WAIT_CONFIGS,
+    LONG_WAIT_FP8_CONFIGS,
+    ONE_ROW_CONFIGS,
+    ONE_ROW_FP8_CONFIGS,
+    STREAMED,
+    STREAMED_GATED,
+    GemmConfig,
+)
 from attnplug_engine.kernels.head_gemm import _by_head
 from attnplug_engine.kernels.latent import _absorb, _latent_rows
 from attnplug_engine.kernels.preloaded_gemm import _preloaded_gemm
@@ -24,7 +32,7 @@ INTEGERS = dict.fromkeys(("slots", "positions"), "*i64")
 NUMBERS = dict.fromkeys(("eps", "factor", "scale", "value_scale"), "fp32")
 POINTERS = (
     "out", "x", "weight", "bias", "onto", "gain", "q_gain", "k_gain", "rows", "q", "down", "pages", "value_pages",
-    "values",
+    "values", "scales",
 )  # fmt: skip
 
 
@@ -32,6 +40,8 @@ def compiled(kernel: Any, sm: int, constants: dict[str, object], scalars: tuple[
     types = {**dict.fromkeys(POINTERS, "*bf16"), **FLOAT32, **INTEGERS, **NUMBERS, **dict.fromkeys(scalars, "i32")}
     if kernel in (_skinny_gemm, _tiled_gemm):
         types |= {"x": "*i32", "weight": "*i32"}
+    if kernel is _preloaded_gemm and constants["GROUP"]:
+        types |= {"weight": "*fp8e4nv", "scales": "*fp32"}
     early = sm >= 90
     options = {"num_warps": warps, **({"launch_pdl": True} if early else {})}
     strides = [name for name in kernel.arg_names if name.endswith("stride")]
@@ -49,10 +59,11 @@ def streamed(cut: GemmConfig, rows: int, *, gated: bool) -> dict:
     return {**shape, "GATED": gated, "BIAS": False, "ONTO": not gated}
 
 
-def preloaded(config: GemmConfig, *, gated: bool) -> dict:
+def preloaded(config: GemmConfig, *, gated: bool, group: int = 0) -> dict:
     shape = {"K": 2048, "ROWS": 1, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "STAGES": config.stages}
     warps = {"WARPS_N": config.warps // config.along, "WARPS_K": config.along}
-    return {**shape, **warps, "GATED": gated, "NORM": True, "BIAS": not gated, "ONTO": not gated}
+    scales = {"GROUP": group, "ROWS_PER_SCALE": 128, "SCALE_ROWS": 1}
+    return {**shape, **warps, **scales, "GATED": gated, "NORM": True, "BIAS": not gated, "ONTO": not gated}
 
 
 def by_head(rows: int, inputs: int, outputs: int, block_out: int, *, transposed: bool) -> dict:
@@ -76,13 +87,19 @@ ABSORBED = {
     "TOKENS": 16, "BLOCK_NOPE": 128, "BLOCK_OUT": 64, "BLOCK_LATENT": 512, "BLOCK_HALF": 32, "slot_step": 1,
 }  # fmt: skip
 _TILES = {**product(8, 2048, 16, 512, gated=False, norm=True, onto=False), "WARPS": 4}
+PRELOADED = (
+    ("preloaded", 0, (ONE_ROW_CONFIGS, LONG_WAIT_CONFIGS)),
+    ("preloaded fp8", 128, (ONE_ROW_FP8_CONFIGS, LONG_WAIT_FP8_CONFIGS)),
+)
+"""Names, columns of a scale, and tables of configurations."""
 KERNELS: list[tuple[str, Any, dict[str, object], tuple[str, ...], int]] = [
     ("product", _skinny_gemm, product(1, 2048, 4, 2048, gated=True, norm=True, onto=False), ("rows", "columns"), 4),
     ("product", _skinny_gemm, product(4, 8192, 4, 4096, gated=False, norm=False, onto=True), ("rows", "columns"), 4),
     ("product", _tiled_gemm, _TILES, ("rows", "columns"), 4),
     *(
-        ("preloaded", _preloaded_gemm, preloaded(each, gated=outputs > 4096), ("rows", "columns"), each.warps)
-        for table in (ONE_ROW_CONFIGS, LONG_WAIT_CONFIGS)
+        (name, _preloaded_gemm, preloaded(each, gated=outputs > 4096, group=group), ("rows", "columns"), each.warps)
+        for name, group, tables in PRELOADED
+        for table in tables
         for (outputs, _), each in table.items()
         if each.stages
     ),
@@ -110,9 +127,9 @@ MULTIPLYING = (_tiled_gemm, _streamed_gemm, _absorb, _by_head)
 
 
 def facts() -> Iterator[dict[str, object]]:
-    for sm in (80, 90):
+    for sm in (80, 90, 100, 120):
         for name, kernel, constants, scalars, warps in KERNELS:
-            if sm == 80 and kernel not in MULTIPLYING:
+            if (sm == 80 and kernel not in MULTIPLYING) or (sm > 90 and name != "preloaded fp8"):
                 continue
             made = compiled(kernel, sm, constants, scalars, warps)
             before, wait, _ = made.asm["ptx"].partition("griddepcontrol.wait")

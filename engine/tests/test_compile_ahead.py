@@ -106,6 +106,16 @@ def test_a_quantized_checkpoint_is_recorded(scheme, kernels, tmp_path):
 
 @pytest.mark.long
 @needs_triton
+def test_preloaded_products_of_codes_are_recorded(tmp_path):
+    """E1: of the matrices that have a configuration: q, k, v and gate-up."""
+    config = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8}
+    config |= {"head_dim": 64, "quantization_config": {**FP8, "weight_block_size": [128, 128]}}
+    found = recorded(tmp_path, "llama", config=config, attention_backend="triton_mha", num_pages=64)
+    assert found["_preloaded_gemm"] == 2
+
+
+@pytest.mark.long
+@needs_triton
 def test_batch_invariant_arithmetic_is_recorded(tmp_path):
     """E1: operators that are replaced inside torch's dispatcher."""
     found = recorded(tmp_path, "llama", attention_backend="triton_mha", num_pages=64, batch_invariant=True)

@@ -12,7 +12,7 @@ from attnplug_testing.triton_mode import compiled_by
 pytestmark = pytest.mark.cross_compile
 
 Facts = dict[str, list[Any]]
-WITH_WEIGHTS = {"product", "preloaded", "absorb", "by_head", "rms_norm", "angles"}
+WITH_WEIGHTS = {"product", "preloaded", "preloaded fp8", "absorb", "by_head", "rms_norm", "angles"}
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +23,11 @@ def facts() -> Facts:
 
 
 def test_models(facts: Facts) -> None:
-    """Every one for SM 90, some for SM 80."""
+    """Every one for SM 90, some for SM 80 and for newer ones."""
     every = {
         "product",
         "preloaded",
+        "preloaded fp8",
         "streamed",
         "absorb",
         "heads",
@@ -44,7 +45,21 @@ def test_models(facts: Facts) -> None:
         "absorb",
         "by_head",
     }
+    assert {one["sm"] for one in facts["models"] if one["kernel"] == "preloaded fp8"} == {90, 100, 120}
     assert all(one["spilled"] == 0 for one in facts["models"])
+
+
+def test_preloaded_products_fit_in_shared_memory(facts: Facts) -> None:
+    """On SM 120, a program has 99 KiB. On SM 90, a multiprocessor has 228 KiB, of which each program uses another
+    one."""
+    from attnplug_engine.kernels import gemm_tiles
+
+    assert all(one["shared"] <= 99 << 10 for one in facts["models"] if one["kernel"].startswith("preloaded"))
+    for name, size in (("ONE_ROW", 2), ("LONG_WAIT", 2), ("ONE_ROW_FP8", 1), ("LONG_WAIT_FP8", 1)):
+        for (outputs, inputs), config in getattr(gemm_tiles, f"{name}_CONFIGS").items():
+            gated = outputs > 4096
+            taken = config.stages * config.block_n * inputs * size * (2 if gated else 1)
+            assert config.programs * (taken + (1 << 10) + 256) <= 228 << 10, (name, config)
 
 
 @pytest.mark.parametrize("sm", [80, 90])
@@ -60,7 +75,7 @@ def test_weights_are_loaded_before_the_kernel_waits_for_its_input(facts: Facts) 
     """On SM 90, a kernel starts while the previous one is running. Nothing is stored before the wait."""
     for one in facts["models"]:
         assert one["stored_early"] == 0
-        assert (one["loaded_early"] > 0) == (one["sm"] == 90 and one["kernel"] in WITH_WEIGHTS), one
+        assert (one["loaded_early"] > 0) == (one["sm"] >= 90 and one["kernel"] in WITH_WEIGHTS), one
 
 
 def test_angles_are_computed_exactly(facts: Facts) -> None:

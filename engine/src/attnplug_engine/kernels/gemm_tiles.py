@@ -59,6 +59,15 @@ LONG_WAIT_CONFIGS: Mapping[tuple[int, int], GemmConfig] = {
     (16384, 2048): GemmConfig(2, 2048, 4, stages=3, along=2, programs=4),
 }
 """Those of products that wait for several short kernels, during which more can be loaded."""
+ONE_ROW_FP8_CONFIGS: Mapping[tuple[int, int], GemmConfig] = {
+    (2112, 2048): GemmConfig(4, 2048, 4, stages=1),
+    (3072, 2048): GemmConfig(4, 2048, 4, stages=1),
+    (16384, 2048): GemmConfig(8, 2048, 4, stages=1, along=2),
+}
+"""``ONE_ROW_CONFIGS`` and ``LONG_WAIT_CONFIGS`` for fp8 codes."""
+LONG_WAIT_FP8_CONFIGS: Mapping[tuple[int, int], GemmConfig] = {
+    (16384, 2048): GemmConfig(4, 2048, 4, stages=3, along=2, programs=4),
+}
 FEW_ROW_CONFIGS: Mapping[tuple[int, int], GemmConfig] = {
     (2112, 2048): GemmConfig(2, 2048, 4),
     (3072, 1536): GemmConfig(2, 2048, 2),
@@ -90,9 +99,23 @@ def choose_few(outputs: int, inputs: int, tiles: int = 1) -> GemmConfig:
     return FEW_ROW_CONFIGS.get((tiles * outputs, inputs)) or _few(inputs, tiles, 2)
 
 
+def choose_codes(
+    rows: int, outputs: int, inputs: int, device: torch.device, *, gated: bool = False, long_wait: bool = False
+) -> GemmConfig:
+    """Return the configuration of ``skinny_fp8_gemm`` for ``FEW`` rows or one, and codes ``[outputs, inputs]``. See
+    ``choose``."""
+    if rows == 1 and starts_early(device):
+        configs = LONG_WAIT_FP8_CONFIGS if long_wait else {}
+        config = configs.get((outputs, inputs), ONE_ROW_FP8_CONFIGS.get((outputs, inputs)))
+        if config is not None:
+            return config
+    tiles = 2 if gated else 1
+    return choose_few_codes(outputs // tiles, inputs, tiles)
+
+
 @lru_cache(maxsize=256)
 def choose_few_codes(outputs: int, inputs: int, tiles: int = 1) -> GemmConfig:
-    """The same for a matrix of fp8 codes."""
+    """The same for a matrix of fp8 codes, from registers."""
     found = FEW_ROW_FP8_CONFIGS.get((tiles * outputs, inputs))
     if found is not None:
         return found

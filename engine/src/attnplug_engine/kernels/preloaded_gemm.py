@@ -8,6 +8,9 @@ With one block of the matrix per program, programs start one by one as earlier k
 these programs end. Programs with several blocks read faster, at the limit of memory (16.0 instead of 17.4 µs for
 64 MiB, H200), but leave no room for others, and fetch so much that attention is delayed: they pay off if several
 kernels run before the product, as with MLA.
+
+The matrix may be fp8 codes with scales, like ``skinny_fp8_gemm``'s. The sum of 16 products of a thread is multiplied by
+their scale: a multiplication per 16 codes. Scales of a program's next block are loaded during the current one.
 """
 
 from __future__ import annotations
@@ -43,16 +46,54 @@ def _copy_block(
     async_copy.commit_group()
 
 
+@gluon.jit
+def _block_scales(
+    scales, block, blocks, columns, line, unit,
+    K: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, ROWS_PER_SCALE: gl.constexpr,
+    GATED: gl.constexpr,
+):  # fmt: skip
+    """Load the scales of a block's rows ``line``, of the gate and of ``up``: a tensor ``[len(line), BLOCK_K / 16]`` for
+    each chunk. The last block and its last row repeat."""
+    WIDTH: gl.constexpr = (K + GROUP - 1) // GROUP
+    number = gl.minimum(gl.minimum(block, blocks - 1) * BLOCK_N + line, columns - 1)
+    found = ()
+    found_up = ()
+    for chunk in gl.static_range(K // BLOCK_K):
+        group = ((chunk * BLOCK_K + unit * 16) // GROUP)[None, :]
+        found += (gl.load(scales + (number // ROWS_PER_SCALE)[:, None] * WIDTH + group),)
+        if GATED:
+            found_up += (gl.load(scales + ((columns + number) // ROWS_PER_SCALE)[:, None] * WIDTH + group),)
+    return found, found_up
+
+
+@gluon.jit
+def _products(weights, values, scale, chunk: gl.constexpr, GROUP: gl.constexpr, SUMS: gl.constexpr):
+    """Return products, or the scaled sums of 16 neighbours, which one thread has."""
+    found = weights * values[None, :]
+    if GROUP:
+        sums = gl.sum(found.reshape([weights.shape[0], weights.shape[1] // 16, 16]), 2)
+        found = gl.convert_layout(sums, SUMS, assert_trivial=True) * scale[chunk]
+    return found
+
+
 @gluon.jit(do_not_specialize=["rows", "columns"])
 def _preloaded_gemm(
-    out, x, weight, bias, onto, gain, rows, columns, out_stride, x_stride, onto_stride, eps,
+    out, x, weight, scales, bias, onto, gain, rows, columns, out_stride, x_stride, onto_stride, eps,
     K: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     WARPS_N: gl.constexpr, WARPS_K: gl.constexpr,
+    GROUP: gl.constexpr, ROWS_PER_SCALE: gl.constexpr, SCALE_ROWS: gl.constexpr,
     GATED: gl.constexpr, NORM: gl.constexpr, BIAS: gl.constexpr, ONTO: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Every ``num_programs``-th block of ``BLOCK_N`` columns of the result. ``WARPS_K`` warps share a row."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS_N, WARPS_K], [1, 0])
-    SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
+    """Every ``num_programs``-th block of ``BLOCK_N`` columns of the result. ``WARPS_K`` warps share a row.
+
+    ``GROUP`` is 0 without scales. ``SCALE_ROWS`` is 1 if all rows of a block have the same scales, else ``BLOCK_N``.
+    """
+    WIDE: gl.constexpr = 16 if GROUP else 8  # elements of 16 bytes
+    LINES: gl.constexpr = gl.BlockedLayout([1, WIDE], [1, 32], [WARPS_N, WARPS_K], [1, 0])
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(WIDE, 1, 1, [1, 0])
+    # Of what is added by a thread: products, or scaled sums of 16 products.
+    SUMS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS_N, WARPS_K], [1, 0]) if GROUP else LINES
+    WIDTH: gl.constexpr = BLOCK_K // 16 if GROUP else BLOCK_K
     CHUNKS: gl.constexpr = K // BLOCK_K
     TYPE: gl.constexpr = weight.dtype.element_ty
     if EARLY:
@@ -70,6 +111,14 @@ def _preloaded_gemm(
             weight, buffers, up_buffers, stage, first + stage * programs, blocks, columns, line, column,
             K, BLOCK_N, BLOCK_K, GATED,
         )  # fmt: skip
+    ahead = ()
+    ahead_up = ()
+    if GROUP:
+        scaled = gl.arange(0, SCALE_ROWS, gl.SliceLayout(1, SUMS))
+        unit = gl.arange(0, BLOCK_K // 16, gl.SliceLayout(0, SUMS))
+        ahead, ahead_up = _block_scales(
+            scales, first, blocks, columns, scaled, unit, K, BLOCK_N, BLOCK_K, GROUP, ROWS_PER_SCALE, GATED
+        )
     gains = ()
     if NORM:
         for chunk in gl.static_range(CHUNKS):
@@ -90,10 +139,17 @@ def _preloaded_gemm(
         if NORM:
             factors += (gl.rsqrt(gl.sum(squares, 0) / K + eps),)
     stage = 0
+    result = gl.arange(0, BLOCK_N, gl.SliceLayout(1, SUMS))
     for block in range(first, blocks, programs):
-        number = block * BLOCK_N + line
+        number = block * BLOCK_N + result
         live = number < columns
-        biases = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, LINES))
+        scale, scale_up = ahead, ahead_up
+        if GROUP:
+            ahead, ahead_up = _block_scales(
+                scales, block + programs, blocks, columns, scaled, unit,
+                K, BLOCK_N, BLOCK_K, GROUP, ROWS_PER_SCALE, GATED,
+            )  # fmt: skip
+        biases = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, SUMS))
         up_biases = biases
         if BIAS:
             biases = gl.load(bias + number, mask=live, other=0.0).to(gl.float32)
@@ -108,19 +164,21 @@ def _preloaded_gemm(
         totals = ()
         up_totals = ()
         for _ in gl.static_range(ROWS):
-            totals += (gl.full([BLOCK_N, BLOCK_K], 0.0, gl.float32, LINES),)
-            up_totals += (gl.full([BLOCK_N, BLOCK_K], 0.0, gl.float32, LINES),)
+            totals += (gl.full([BLOCK_N, WIDTH], 0.0, gl.float32, SUMS),)
+            up_totals += (gl.full([BLOCK_N, WIDTH], 0.0, gl.float32, SUMS),)
         for chunk in gl.static_range(CHUNKS):
             weights = buffers.index(stage * CHUNKS + chunk).load(LINES).to(gl.float32)
             added = ()
             for row in gl.static_range(ROWS):
-                added += (totals[row] + weights * values[row * CHUNKS + chunk][None, :],)
+                found = _products(weights, values[row * CHUNKS + chunk], scale, chunk, GROUP, SUMS)
+                added += (totals[row] + found,)
             totals = added
             if GATED:
                 weights = up_buffers.index(stage * CHUNKS + chunk).load(LINES).to(gl.float32)
                 added = ()
                 for row in gl.static_range(ROWS):
-                    added += (up_totals[row] + weights * values[row * CHUNKS + chunk][None, :],)
+                    found = _products(weights, values[row * CHUNKS + chunk], scale_up, chunk, GROUP, SUMS)
+                    added += (up_totals[row] + found,)
                 up_totals = added
         _copy_block(
             weight, buffers, up_buffers, stage, block + STAGES * programs, blocks, columns, line, column,
@@ -152,14 +210,19 @@ def preloaded_gemm(
     norm: tuple[Tensor, float] | None,
     gated: bool,
     onto: Tensor | None,
+    scales: Tensor | None = None,
+    group: int | None = None,
+    rows_per_scale: int = 1,
 ) -> None:
-    """Write a product to ``out``, as ``skinny_gemm`` returns it."""
+    """Write a product to ``out``, as ``skinny_gemm`` returns it, or with ``scales`` as ``skinny_fp8_gemm``."""
     rows, inputs = x.shape
     gain, eps = (x, 0.0) if norm is None else norm
     blocks = triton.cdiv(out.shape[1], config.block_n)
+    straddles = rows_per_scale % config.block_n or (gated and out.shape[1] % config.block_n)
     programs = config.programs * multiprocessors(x.device)
     _preloaded_gemm[(min(blocks, programs or blocks),)](
         out, x, weight,
+        x if scales is None else scales,
         x if bias is None else bias,
         x if onto is None else onto,
         gain, rows, out.shape[1],
@@ -173,6 +236,9 @@ def preloaded_gemm(
         STAGES=config.stages,
         WARPS_N=config.warps // config.along,
         WARPS_K=config.along,
+        GROUP=0 if scales is None else group or triton.next_power_of_2(inputs),
+        ROWS_PER_SCALE=rows_per_scale,
+        SCALE_ROWS=config.block_n if straddles else 1,
         GATED=gated,
         NORM=norm is not None,
         BIAS=bias is not None,

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from attnplug_engine.kernels import launch_options
 from attnplug_engine.kernels.elementwise import rms_norm
 from attnplug_engine.kernels.gemm_epilogue import finish
-from attnplug_engine.kernels.gemm_tiles import FEW, GemmConfig, choose_few_codes
+from attnplug_engine.kernels.gemm_tiles import FEW, GemmConfig, choose_codes
 from attnplug_engine.kernels.quantized_configs import QuantizedConfig, choose
 from attnplug_engine.kernels.quantized_tiles import prefetch, product
 from attnplug_engine.kernels.scaled_rows import scale_rows, scales_rows
@@ -97,6 +97,7 @@ def quantized_gemm(
     onto: Tensor | None = None,
     config: QuantizedConfig | GemmConfig | SplitConfig | None = None,
     counters: Tensor | None = None,
+    long_wait: bool = False,
 ) -> Tensor:
     """Return ``x [rows, K]`` times a quantized matrix ``[N, K]`` transposed: ``[rows, N]`` like ``x``.
 
@@ -105,7 +106,8 @@ def quantized_gemm(
     the weight's ``arrival_counters``, ``split_gemm`` multiplies up to 64 rows by short matrices.
     ``scales`` are ``[N / rows_per_scale, K / group]``. ``norm`` is the weight and epsilon of an RMS norm of ``x``. See
     ``skinny_gemm`` for the others. ``config`` is of ``quantized_configs``, of ``split_gemm``, or of ``gemm_tiles``
-    for ``tiled_fp8_gemm`` (``tiles``) and ``skinny_fp8_gemm``.
+    for ``tiled_fp8_gemm`` (``tiles``) and ``skinny_fp8_gemm``. ``long_wait``: several short kernels run before this
+    product.
     """
     (rows, width), parts = x.shape, 2 if gated else 1
     outputs = codes.shape[0] // parts
@@ -113,7 +115,7 @@ def quantized_gemm(
         return x.new_empty(0, outputs)
     if config is None and form == "fp8":
         if rows <= FEW:
-            config = choose_few_codes(outputs, width, parts)
+            config = choose_codes(rows, codes.shape[0], width, x.device, gated=gated, long_wait=long_wait)
         else:
             if counters is not None and not gated:
                 config = choose_split(x, codes, group=group, rows_per_scale=rows_per_scale)

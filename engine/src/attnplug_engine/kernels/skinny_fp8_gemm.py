@@ -16,6 +16,7 @@ from attnplug_engine.kernels import launch_options
 from attnplug_engine.kernels.elementwise import rms_norm
 from attnplug_engine.kernels.gemm_epilogue import finish
 from attnplug_engine.kernels.gemm_tiles import GemmConfig
+from attnplug_engine.kernels.preloaded_gemm import preloaded_gemm
 from attnplug_engine.kernels.scaled_rows import multiplies_fp8
 from attnplug_engine.kernels.skinny_gemm import _halves, _weights, aligned
 
@@ -201,6 +202,12 @@ def skinny_fp8_gemm(
     outputs, block_n = codes.shape[0] // parts, config.block_n
     onto = onto if onto is None or onto.stride(1) == 1 else onto.contiguous()
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    if config.preloads:
+        preloaded_gemm(
+            x, codes, config, out, bias=bias, norm=norm, gated=gated, onto=onto,
+            scales=scales, group=group, rows_per_scale=rows_per_scale,
+        )  # fmt: skip
+        return out
     _skinny_fp8_gemm[(triton.cdiv(outputs, block_n),)](
         out, x.view(torch.int32), codes.view(torch.int32), scales,
         x if bias is None else bias,

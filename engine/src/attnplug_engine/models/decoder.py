@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from attnplug import ForwardBatch, ModelSpec
 from attnplug.hf.config_keys import Config
 from attnplug_engine.kernels.invariant import arithmetic
-from attnplug_engine.models.layers import MLP, FastModule, Head, Linear, RMSNorm, embedded, frozen
+from attnplug_engine.models.layers import MLP, FastModule, Head, RMSNorm, embedded, frozen
 from attnplug_engine.models.rope import Positions, Rotation
 from attnplug_engine.models.weights import Weights
 
@@ -102,7 +102,7 @@ class Block(FastModule):
         self.attention = attention
         self.mlp_norm = norm(weights.at("post_attention_layernorm"))
         self.mlp = mlp
-        if isinstance(mlp, MLP) and isinstance(mlp.gate_up, Linear):
+        if isinstance(mlp, MLP):
             mlp.gate_up.long_wait = attention.has_more_kernels
         self._parallel = weights.parallel
 

@@ -53,6 +53,9 @@ class FastModule(nn.Module):
 class Projection(FastModule):
     """Base class of products with a weight: ``[…, in_features]`` to ``[…, out_features]``."""
 
+    long_wait = False
+    """Several short kernels run between the last large product and this one."""
+
     def forward(
         self,
         x: Tensor,
@@ -83,8 +86,6 @@ class Linear(Projection):
         self._adds = adds
         self.counters: Tensor | None = None
         """Arrival counters of ``split_gemm``. Allocated here, so that a graph does not zero them."""
-        self.long_wait = False
-        """Several short kernels run between the last large product and this one."""
         if kernels.usable(weight):
             from attnplug_engine.kernels.split_gemm import arrival_counters
 
@@ -201,7 +202,9 @@ class QuantizedLinear(Projection):
             else:
                 x = norm(x)
         gated, onto = activate is silu_and_mul, onto if self._adds else None
-        out = self._multiply(x, self.weight, bias=self.bias, gated=gated, onto=onto, norm=fused)
+        out = self._multiply(
+            x, self.weight, bias=self.bias, gated=gated, onto=onto, norm=fused, long_wait=self.long_wait
+        )
         return out if activate is None or gated else activate(out)
 
     __call__ = forward

@@ -233,11 +233,13 @@ class Scheme(ABC):
         gated: bool = False,
         onto: Tensor | None = None,
         norm: tuple[Tensor, float] | None = None,
+        long_wait: bool = False,
     ) -> Tensor:
         """Return ``x [..., in]`` times the weight ``[out, in]`` transposed: ``[..., out]``.
 
         ``gated`` computes ``silu(gate) * up`` of ``out = [gate | up]``. The result is added to ``onto``. ``norm`` is
-        the weight and epsilon of an RMS norm of ``x``, if the weight ``takes`` it.
+        the weight and epsilon of an RMS norm of ``x``, if the weight ``takes`` it. ``long_wait``: several short kernels
+        run before this product.
         """
         if not weight.takes(x):
             return self.finish(self.reference(x, weight), bias, gated, onto)
@@ -250,7 +252,7 @@ class Scheme(ABC):
 
         return quantized_gemm(
             x, codes, scales, form=self.kernel, group=self.group, rows_per_scale=weight.rows_per_scale,
-            bias=bias, norm=norm, gated=gated, onto=onto, counters=weight.counters,
+            bias=bias, norm=norm, gated=gated, onto=onto, counters=weight.counters, long_wait=long_wait,
         )  # fmt: skip
 
     @staticmethod
