@@ -1,12 +1,15 @@
 """Decode steps of one request with products in several configurations, on an H200, in less than a minute.
 
 python benchmarks/one_row_h200.py --out benchmarks/results/one_row_h200.json
+python benchmarks/one_row_h200.py --models llama,llama-fp8,mla,mla-fp8 --configurations fp8
 python benchmarks/one_row_h200.py --smoke                        the same code on a CPU with a tiny model
 
 Kernels of a step overlap, so products are timed in whole steps of decode_models.py's models with ``triton_mha`` or
 ``triton_mla``. Each configuration has an engine of its own, one after another; the first and the last have
 ``skinny_gemm`` for all products, "as chosen" is what ships. ``gemm_tiles.ONE_ROW_CONFIGS`` and ``LONG_WAIT_CONFIGS``
-are chosen from it. ``--configurations`` times some of them, ``--contexts`` other lengths than 512.
+are chosen from it, and those for fp8 codes from models ending in ``-fp8``, which have fp8 blocks of 128 × 128.
+``--configurations`` times some of them, separated by |; models leave out those that they do not have. With ``fp8`` it
+is all of fp8 models, and what ships for others. ``--contexts`` times other lengths than 512.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ from decode_models import MODELS, limit_us, smaller
 from decode_ours import decode, randomise
 from decode_points import Point, Settings
 from gpu_report import Report, attempt, describe
+from quantized_h200 import limit_us as fp8_limit_us
+from quantized_h200 import quantized
 
 from attnplug_engine import Engine
 from attnplug_engine.kernels import gemm_tiles
@@ -36,7 +41,7 @@ PACKAGES = ("torch", "triton", "attnplug-engine", "attnplug-triton-mha", "attnpl
 BACKENDS = {"llama": "triton_mha", "mla": "triton_mla", "moe": "triton_mla", "hybrid": "triton_mha"}
 Shapes = Mapping[tuple[int, int], GemmConfig]
 Tables = tuple[Shapes, Shapes]
-"""``ONE_ROW_CONFIGS`` and ``LONG_WAIT_CONFIGS``."""
+"""``ONE_ROW_CONFIGS`` and ``LONG_WAIT_CONFIGS``, or those for fp8 codes."""
 
 GATE_UP, QKV, OUT, DOWN, HEAD = (16384, 2048), ((3072, 2048), (2112, 2048)), (2048, 2048), (2048, 8192), (32000, 2048)
 _SKINNY_OUT = {OUT: GemmConfig(2, 2048, 2)}
@@ -59,14 +64,44 @@ _FOR_ALL: Mapping[str, Shapes] = {
     "registers again": {},
 }
 """By name, configurations by the matrix's ``(rows, columns)``; other products are ``skinny_gemm``'s."""
-CHOSEN: Tables = (gemm_tiles.ONE_ROW_CONFIGS, gemm_tiles.LONG_WAIT_CONFIGS)
-CONFIGURATIONS: Mapping[str, Tables] = {"as chosen": CHOSEN} | {name: (found, {}) for name, found in _FOR_ALL.items()}
+_FP8_SOME: Shapes = {GATE_UP: GemmConfig(8, 2048, 4, stages=1, along=2)}
+_FP8_MOST: Shapes = {GATE_UP: GemmConfig(4, 2048, 4, stages=3, along=2, programs=4)}
+_FP8_QKV: Shapes = dict.fromkeys(QKV, GemmConfig(4, 2048, 4, stages=1))
+_FP8_FOR_ALL: Mapping[str, Shapes] = {
+    "registers": {},
+    "gate-up, one block": _FP8_SOME,
+    "gate-up, several blocks": _FP8_MOST,
+    "gate-up, one block; qkv": _FP8_SOME | _FP8_QKV,
+    "gate-up, several blocks; qkv": _FP8_MOST | _FP8_QKV,
+    "registers again": {},
+}
+NAMES = {False: ("ONE_ROW_CONFIGS", "LONG_WAIT_CONFIGS"), True: ("ONE_ROW_FP8_CONFIGS", "LONG_WAIT_FP8_CONFIGS")}
+"""Tables of ``gemm_tiles`` for 16-bit weights, and for fp8 codes."""
+
+
+def tables(*, fp8: bool) -> Tables:
+    """Return the tables of ``gemm_tiles``."""
+    one_row, long_wait = (getattr(gemm_tiles, name) for name in NAMES[fp8])
+    return one_row, long_wait
+
+
+def put(given: Tables, *, fp8: bool) -> None:
+    """Replace the tables of ``gemm_tiles``."""
+    for name, table in zip(NAMES[fp8], given, strict=True):
+        setattr(gemm_tiles, name, table)
+
+
+CONFIGURATIONS: Mapping[bool, Mapping[str, Tables]] = {
+    fp8: {"as chosen": tables(fp8=fp8)} | {name: (found, {}) for name, found in configurations.items()}
+    for fp8, configurations in ((False, _FOR_ALL), (True, _FP8_FOR_ALL))
+}
+"""Those of 16-bit weights, and of fp8 codes."""
 
 
 def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="llama,mla", help=f"of {', '.join(BACKENDS)}")
-    parser.add_argument("--configurations", default="|".join(CONFIGURATIONS), help="separated by |")
+    parser.add_argument("--models", default="llama,mla", help=f"of {', '.join(BACKENDS)}, or one of them with -fp8")
+    parser.add_argument("--configurations", help="separated by |, or fp8; all by default")
     parser.add_argument("--contexts", default="512", help="tokens, separated by commas")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit")
@@ -74,18 +109,33 @@ def main(given: list[str] | None = None) -> None:
     arguments = parser.parse_args(given)
     found = {"what": WHAT} if arguments.smoke else describe(WHAT, PACKAGES, arguments.commit)
     report = Report(arguments.out, found)
-    try:
-        for model, context in product(arguments.models.split(","), map(int, arguments.contexts.split(","))):
-            config = smaller(MODELS[model]) if arguments.smoke else MODELS[model]
-            limit, steps = limit_us(config, 1, context), dict[str, Any]()
-            for name in arguments.configurations.split("|"):
-                gemm_tiles.ONE_ROW_CONFIGS, gemm_tiles.LONG_WAIT_CONFIGS = CONFIGURATIONS[name]
-                steps[name] = attempt(partial(step_us, model, config, context, smoke=arguments.smoke))
-                print(f"[{report.seconds:3.0f} s] {model}, 1 x {context}, {name}: {steps[name]}", flush=True)
+    for model, context in product(arguments.models.split(","), map(int, arguments.contexts.split(","))):
+        name, fp8 = model.removesuffix("-fp8"), model.endswith("-fp8")
+        config = smaller(MODELS[name]) if arguments.smoke else MODELS[name]
+        limit, steps = limit_us(config, 1, context), dict[str, Any]()
+        if fp8:
+            config, limit = quantized(config), fp8_limit_us(config, 1, context)
+        chosen = tables(fp8=fp8)
+        try:
+            for each in _selected(arguments.configurations, fp8=fp8):
+                put(CONFIGURATIONS[fp8][each], fp8=fp8)
+                steps[each] = attempt(partial(step_us, name, config, context, smoke=arguments.smoke))
+                print(f"[{report.seconds:3.0f} s] {model}, 1 x {context}, {each}: {steps[each]}", flush=True)
                 key = model if context == 512 else f"{model}, 1 x {context}"
                 report.put(key, {"limit_us": limit, "step_us": steps})
-    finally:
-        gemm_tiles.ONE_ROW_CONFIGS, gemm_tiles.LONG_WAIT_CONFIGS = CHOSEN
+        finally:
+            put(chosen, fp8=fp8)
+
+
+def _selected(given: str | None, *, fp8: bool) -> list[str]:
+    """Return the names of a model's configurations among those of ``--configurations``."""
+    own = CONFIGURATIONS[fp8]
+    if given is None or (given == "fp8" and fp8):
+        return list(own)
+    names = ["as chosen"] if given == "fp8" else given.split("|")
+    if unknown := [name for name in names if not any(name in each for each in CONFIGURATIONS.values())]:
+        raise SystemExit(f"no configuration {', '.join(unknown)}; there are {', '.join(own)}")
+    return [name for name in names if name in own]
 
 
 def step_us(model: str, config: Mapping[str, Any], context: int, *, smoke: bool) -> float:

@@ -44,7 +44,7 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--vllm-steps", metavar="FOLDER", type=Path, help="with MODEL.json that --vllm printed before")
     arguments = parser.parse_args(given)
     if arguments.vllm:
-        config, lock = _quantized(MODELS[arguments.vllm]), DeviceLock(arguments.lock)
+        config, lock = quantized(MODELS[arguments.vllm]), DeviceLock(arguments.lock)
         print(json.dumps(_measured("vllm", arguments.vllm, config, smoke=False, lock=lock)))
         return
     machine = {"what": WHAT} if arguments.smoke else describe(WHAT, PACKAGES, arguments.commit)
@@ -59,7 +59,7 @@ def compared(model: str, vllm_steps: Path | None = None, *, smoke: bool) -> dict
     """Steps of one model by batch: of each engine, ratios to ours in fp8, and our share of the byte limit."""
     config = smaller(MODELS[model]) if smoke else MODELS[model]
     steps = {name: _measured("ours", model, made, smoke=smoke) for name, made in
-             (("bfloat16", config), ("fp8", _quantized(config)))}  # fmt: skip
+             (("bfloat16", config), ("fp8", quantized(config)))}  # fmt: skip
     if vllm_steps is not None:
         steps["vllm"] = json.loads((vllm_steps / f"{model}.json").read_text().splitlines()[-1])
     elif find_spec("vllm") is not None and not smoke:
@@ -85,7 +85,7 @@ def limit_us(config: Config, batch: int, context: int) -> float:
     return 1e6 * moved / BYTES_PER_SECOND
 
 
-def _quantized(config: Config) -> Config:
+def quantized(config: Config) -> Config:
     return {**config, "quantization_config": FP8}
 
 
