@@ -3,6 +3,8 @@
 python cross_compile.py '[{"sm": …, "cut": CONFIGURATION, "type": TYPE, "dim": …, "page_size": …}, …]'
     the attention kernel of each case, and for SM 90 both plans and the merge; prints [SM, kernel, shared bytes]
     of all
+python cross_compile.py --fused    of the kernels with splits at absolute positions: elements per thread and loop whose
+    weights are computed, and the fused products and sums in PTX, without and with the launch's compiler options
 python cross_compile.py --table    every entry of the table on SM 90, with registers and spills by ptxas; minutes
 """
 
@@ -117,7 +119,7 @@ def attend(
         "TILE_ROWS": GROUP if cut["split"] else cut["tile"],
     }
     options = {"num_warps": cut["warps"], "num_stages": cut["stages"], "launch_pdl": cut["overlap"]}
-    options["maxnreg"] = cut["registers"]
+    options |= {"maxnreg": cut["registers"], **cut.get("options", {})}
     pointers = {
         **dict.fromkeys(("q", "out"), type),
         **dict.fromkeys(("keys", "values"), codes),
@@ -201,7 +203,7 @@ def merge_splits(sm: int, cut: dict[str, Any], type: str, dim: int = 128):
         "SCALED": True,
         "OVERLAP": cut["overlap"],
     }
-    options = {"num_warps": merging.warps, "launch_pdl": cut["overlap"]}
+    options = {"num_warps": merging.warps, "launch_pdl": cut["overlap"], **cut.get("options", {})}
     return compiled(merge_splits_kernel, sm, constants, options, out=f"*{type}")
 
 
@@ -265,7 +267,28 @@ def every_kernel(cases: list[dict[str, Any]]) -> Iterator[tuple[int, str, Any]]:
     yield 90, "merge of splits", merge_splits(90, fixed, first["type"])
 
 
+def fused() -> Iterator[tuple[str, int, list[int]]]:
+    """Fused products and sums of kernels whose bits must not depend on them."""
+    for configuration in INVARIANT[:2]:
+        cut, found = asdict(configuration), []
+        for options in ({}, configuration.compiler_options):
+            found.append(
+                [
+                    made.asm["ptx"].count("fma.rn.f32")
+                    for made in (
+                        attend(90, {**cut, "options": options}, "bf16"),
+                        attend(90, {**cut, "options": options}, "bf16", format="fp8_per_token_head"),
+                        merge_splits(90, {**cut, "options": options}, "bf16"),
+                    )
+                ]
+            )
+        yield f"tile {cut['tile']}", cut["tile"] * cut["step"] // (32 * cut["warps"]), found
+
+
 def main(asked: str) -> None:
+    if asked == "--fused":
+        print(json.dumps(list(fused())))
+        return
     if asked == "--table":
         print(f"Triton {triton.__version__}, SM 90")
         for name, made in table():

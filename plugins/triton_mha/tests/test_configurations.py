@@ -240,3 +240,15 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
     for sm, kernel, taken in compiled:
         assert taken <= SHARED[sm], (sm, kernel)
         assert taken > 0 or kernel != "attend"
+
+
+@pytest.mark.cross_compile
+def test_the_compiler_fuses_nothing_at_levels_of_invariance() -> None:
+    """E3: a product and a sum that it fuses in a loop without a mask, and not in one with it, gave other bits to a row
+    that was prefilled than to the same row decoded. Only the fma of the weights is left, which is written as one."""
+    for tile, weights, (free, (plain, coded, merge)) in compiled_by(
+        Path(__file__).with_name("cross_compile.py"), "--fused"
+    ):
+        loops = 1 if tile == "tile 16" else 2
+        assert (plain, coded, merge) == (loops * weights, 0, 0), tile
+        assert all(without > with_it for without, with_it in zip(free, (plain, coded, merge), strict=True)), tile

@@ -11,7 +11,7 @@ from attnplug import DType, ForwardMode, Geometry
 from attnplug_testing import same_bits
 from attnplug_testing.devices import DEVICES
 from attnplug_testing.kernel_scene import KernelScene, mha
-from attnplug_testing.same_bits import SCALE, assert_same_bits, decode_span, rows_of, store_all
+from attnplug_testing.same_bits import SCALE, Span, assert_same_bits, decode_span, rows_of, store_all
 from attnplug_triton_mha.configurations import INVARIANT, TABLES
 from attnplug_triton_mha.triton_splits import max_splits, split_from, split_rows, splits_before
 from interpreted_mha import check, scene, small
@@ -58,6 +58,40 @@ def test_the_largest_tile_gives_the_bits_of_the_others():
     """Only head dim 128 has it: extends run on it, verified rows on the tile below, decoded ones on the smallest."""
     case = mha(((0, 300 * SCALE["cuda"]), (0, 40)), EXTEND, 16, 8, 2, 128, levels=LEVELS)
     same_bits.check_every_mode(store_all(scene(case, "cuda")), first=240, new=17)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("heads", "dim"), [(12, 64), (8, 128)])
+def test_every_row_of_a_chunk_has_the_bits_of_a_decoded_one(heads: int, dim: int):
+    """In large tiles, some steps of a row have no mask. Most rows' log-sum-exps differed if only these were fused."""
+    stage = store_all(scene(mha(((0, 2400), (0, 40)), EXTEND, 16, heads, 1, dim, levels=LEVELS), "cuda"))
+    (whole,) = rows_of(stage, [Span(0, 2300, 100)], EXTEND)
+    for row in range(100):
+        (decoded,) = rows_of(stage, [Span(0, 2300 + row)])
+        assert_same_bits((whole[0][row : row + 1], whole[1][row : row + 1]), decoded)
+
+
+@pytest.mark.parametrize("levels", [frozenset(), LEVELS])
+def test_kernels_are_launched_with_their_compiler_options(levels, monkeypatch):
+    """Planning test: nothing is fused at levels of invariance (see ``test_configurations``)."""
+    from attnplug_triton_mha import attention, triton_merge
+
+    given: list[dict[str, object]] = []
+
+    class Kernel:
+        def __init__(self, kernel: object) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: object):
+            return lambda *given_, **named: (given.append(named), self.kernel[grid](*given_, **named))
+
+    for module, name in ((attention, "attend"), (triton_merge, "merge_splits"), (triton_merge, "merge")):
+        monkeypatch.setattr(module, name, Kernel(getattr(module, name)))
+    stage = store_all(scene(mha(((0, 300), (0, 40)), EXTEND, 16, 2, 1, 32, levels=levels), "cpu"))
+    rows_of(stage, [decode_span(0, 300)])
+    assert len(given) == 1 + bool(levels)  # without levels, the merge is fused
+    assert {named.get("enable_fp_fusion", True) for named in given} == {not levels}
 
 
 @on_every_device

@@ -238,6 +238,7 @@ def launch_attend(
             num_warps=configuration.warps,
             num_stages=configuration.stages,
             maxnreg=configuration.registers,
+            **configuration.compiler_options,
             **({"launch_pdl": True} if configuration.overlap else {}),
         )
     if schedule.separate_merge is not None:

@@ -43,6 +43,12 @@ class MHAKernelConfig:
     split: int = 0
     """Rows of the shortest KV split at absolute positions (``triton_splits``); 0 splits by the work of the batch."""
 
+    @property
+    def compiler_options(self) -> dict[str, bool]:
+        """Options for equal bits: the compiler may fuse a product and a sum in one kernel or loop and not in another,
+        such as where a mask is applied in between, so kernels with splits at absolute positions fuse none."""
+        return {"enable_fp_fusion": False} if self.split else {}
+
 
 FORMATS = {"float8_e4m3fn": 1, "fp8_per_token_head": 2, "nvfp4": 3}
 """``FORMAT`` numbers of quantized KV formats. 0 is a cache of 16-bit values."""
@@ -77,8 +83,8 @@ INVARIANT = (
 )
 """Configurations if levels of invariance beyond ``run`` are requested, the smallest tiles first.
 
-Bits do not depend on the tile: rows of a product are independent, on mma.sync and wgmma alike (checked on an H200), and
-all configurations have the same steps and splits."""
+Bits do not depend on the tile: rows of a product are independent, on mma.sync and wgmma alike (checked on an H200), all
+configurations have the same steps and splits, and the compiler fuses nothing by itself."""
 _FEW_SHORT = replace(_FEW, step=64, prefetch=2)
 """``_FEW`` for rows of half the bytes: fp8, and key and value dims of up to ``_NARROW``. With the latter, 0.66 to 0.84
 of the time from 2 x 4096 and 4 x 1024 tokens on, and 1.03 at 1 x 1024 (H200)."""

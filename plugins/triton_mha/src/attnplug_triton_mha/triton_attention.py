@@ -75,8 +75,9 @@ def _attend_rows(
 
     ``INVARIANT_SUM``: ``total`` ``[TILE, 16]`` is a product with ones, whose summation order does not depend on the
     tile."""
-    # Large tiles scale the largest logit, and all others together with its subtraction.
-    LATE_SCALE: tl.constexpr = PACK == 1 and TILE > _SMALL_TILE and not (CAPPED or INVARIANT_SUM)
+    # Large tiles, and all tiles at levels of invariance, scale the largest logit, and all others together with its
+    # subtraction. That is written as an fma: the compiler would choose one with or without a mask in between.
+    LATE_SCALE: tl.constexpr = PACK == 1 and (TILE > _SMALL_TILE or INVARIANT_SUM) and not CAPPED
     SCALE_FIRST: tl.constexpr = TILE <= _SMALL_TILE or INVARIANT_SUM
     product_scale, late_scale = (1.0, scale) if LATE_SCALE else (scale, 1.0)
     logits = logits_of(queries, decode(key_rows, key_scales, FORMAT), product_scale, SCALE_FIRST, PACK)
@@ -105,7 +106,7 @@ def _attend_rows(
     else:
         higher = tl.maximum(top, tl.max(logits, 1) * late_scale)
     base = tl.where(higher == float("-inf"), 0.0, higher)
-    weights, kept = tl.exp2(logits * late_scale - base[:, None]), tl.exp2(top - base)
+    weights, kept = tl.exp2(tl.fma(logits, late_scale, -base[:, None])), tl.exp2(top - base)
     if INVARIANT_SUM:
         # Weights of rows with scales may exceed what fp16 holds.
         TYPE: tl.constexpr = tl.bfloat16 if FORMAT == FP8_ROWS else queries[0].dtype

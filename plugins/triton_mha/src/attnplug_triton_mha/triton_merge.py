@@ -242,6 +242,7 @@ def launch_merge(
             SCALED=scaled,
             OVERLAP=configuration.overlap,
             num_warps=config.warps,
+            **configuration.compiler_options,
             **({"launch_pdl": True} if configuration.overlap else {}),
         )
         return
