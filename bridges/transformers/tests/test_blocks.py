@@ -13,7 +13,7 @@ from attnplug_testing.errors import naming
 from attnplug_transformers import BridgeError, paged_attention
 from attnplug_transformers.blocks import LayerGroup, read_gathered
 from attnplug_transformers.paged_attention import PagedBatches, PagedGroup, PlannedLayers, _check, _geometry
-from attnplug_transformers.pages import PageStore, choose
+from attnplug_transformers.pages import PageStore, choose_and_build
 
 PAGE = 4
 
@@ -94,7 +94,9 @@ def test_backends_are_chosen_for_the_memory_and_the_batches_that_there_are(monke
     blocks of several layers."""
     problems, limits = [], []
     monkeypatch.setattr(
-        paged_attention, "choose", lambda request, problem: (problems.append(problem), choose(request, problem))[1]
+        paged_attention,
+        "choose_and_build",
+        lambda request, problem, build: (problems.append(problem), choose_and_build(request, problem, build))[1],
     )
     monkeypatch.setattr(paged_attention, "attention_over", lambda *given: limits.append(given[-1]))
     given, request = cache([]), BackendRequest("torch_native")

@@ -6,12 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from attnplug import DType, GraphLevel, Problem, RefusalCode, Role
-from attnplug.host import BackendRequest
+from attnplug import BackendError, DType, GraphLevel, Problem, RefusalCode, Role
+from attnplug.declare.errors import PluginWarning
+from attnplug.host import BackendRequest, Selection
+from attnplug.registry.loading import BuildError
 from attnplug.sparse import CompressedDims, IndexerDims
 from attnplug_testing.measured import measured_twins
 from attnplug_testing.specs import GDN, MHA, MLA, model
 from attnplug_transformers import pages
+from attnplug_transformers.errors import BridgeError
 from attnplug_transformers_host import HOST, fit, refuse
 
 
@@ -58,6 +61,24 @@ def test_auto_takes_the_backend_that_was_measured_the_fastest(monkeypatch, tmp_p
     monkeypatch.setattr(pages, "load_registry", lambda: twins)
     found = pages.choose(BackendRequest(), Problem(model(MHA), "cpu", dtype=DType.FLOAT32))
     assert [backend.spec.name for backend in found.serving(Role.DECODE)] == ["beta"]
+
+
+def test_auto_continues_without_a_backend_that_cannot_be_built(monkeypatch, tmp_path):
+    """D2; one that is named is an error in transformers' words."""
+    twins = measured_twins(monkeypatch, tmp_path, MHA, DType.FLOAT32)
+    monkeypatch.setattr(pages, "load_registry", lambda: twins)
+
+    def build(selection: Selection) -> str:
+        chosen = selection.chosen(Role.DECODE)
+        if chosen.spec.name == "beta":
+            raise BuildError(chosen, BackendError("its library cannot be imported"))
+        return chosen.spec.name
+
+    problem = Problem(model(MHA), "cpu", dtype=DType.FLOAT32)
+    with pytest.warns(PluginWarning, match="beta .* its library cannot be imported; auto continues without it"):
+        assert pages.choose_and_build(BackendRequest(), problem, build) == "alpha"
+    with pytest.raises(BridgeError, match="its library cannot be imported"):
+        pages.choose_and_build(BackendRequest("beta"), problem, build)
 
 
 def test_a_version_past_the_range_is_refused():

@@ -15,7 +15,7 @@ from attnplug.host import BackendRequest, Limits, ModelAttention
 from attnplug_transformers.blocks import BlockCache, LayerGroup, read_gathered
 from attnplug_transformers.errors import BridgeError
 from attnplug_transformers.layer_call import read_call
-from attnplug_transformers.pages import PageStore, attention_over, choose, planned, problem_of
+from attnplug_transformers.pages import PageStore, attention_over, choose_and_build, planned, problem_of
 
 PAGED_ARGUMENTS = frozenset(
     {
@@ -143,13 +143,17 @@ class PagedBatches:
         model = ModelSpec("transformers", "transformers", tuple(group.layers.values()), rows)
         layout = CacheLayout.TOKEN_MAJOR if dense else CacheLayout.STRIDED
         problem = problem_of(model, query.device, query.dtype, blocks.page_size, layout)
-        selection = choose(self._request, problem)
         assert problem.kv_dtype is not None
         pool = MHAPool.over(
             model.layers, tensors, "pages tokens heads dim", page_size=blocks.page_size, dtype=problem.kv_dtype
         )
         most = cache.max_batch_tokens
-        group.over = attention_over(selection, model, pool, query.device, query.dtype, Limits(most, most, rows))
+        limits = Limits(most, most, rows)
+        group.over = choose_and_build(
+            self._request,
+            problem,
+            lambda selection: attention_over(selection, model, pool, query.device, query.dtype, limits),
+        )
         return group.over
 
     def _attend_window(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -30,13 +31,15 @@ from attnplug.host import (
     ModelAttention,
     Selection,
     WorkspaceOwner,
+    build_chosen,
     build_selection,
     default_ranking,
     load_registry,
-    select,
 )
 from attnplug_transformers.errors import BridgeError
 from attnplug_transformers_host import HOST
+
+Built = TypeVar("Built")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,15 +59,18 @@ class Pages:
         """Allocate pages for layers, with the device and dtype of ``like``, for steps of up to ``limits``."""
         model = ModelSpec("transformers", "transformers", tuple(layers.values()), limits.max_context)
         problem = problem_of(model, like.device, like.dtype, None, CacheLayout.TOKEN_MAJOR)
-        selection = choose(request, problem)
-        size = selection.page_size
-        assert size is not None and problem.kv_dtype is not None
-        per_request = -(-limits.max_context // size)
-        count = limits.max_requests * per_request
-        pool = MHAPool(model.layers, num_pages=count, page_size=size, dtype=problem.kv_dtype, device=like.device)
-        attention = attention_over(selection, model, pool, like.device, like.dtype, limits)
-        table = torch.arange(count, dtype=torch.int32, device=like.device).view(limits.max_requests, per_request)
-        return cls(attention, pool, layers, table, limits)
+
+        def build(selection: Selection) -> Pages:
+            size = selection.page_size
+            assert size is not None and problem.kv_dtype is not None
+            per_request = -(-limits.max_context // size)
+            count = limits.max_requests * per_request
+            pool = MHAPool(model.layers, num_pages=count, page_size=size, dtype=problem.kv_dtype, device=like.device)
+            attention = attention_over(selection, model, pool, like.device, like.dtype, limits)
+            table = torch.arange(count, dtype=torch.int32, device=like.device).view(limits.max_requests, per_request)
+            return cls(attention, pool, layers, table, limits)
+
+        return choose_and_build(request, problem, build)
 
     @property
     def device(self) -> torch.device:
@@ -95,10 +101,17 @@ def planned(attention: ModelAttention, geometry: Geometry) -> ForwardBatch:
 
 
 def choose(request: BackendRequest, problem: Problem, *, plans_in_graphs: bool = False) -> Selection:
-    """Select backends. Raises :class:`BridgeError` with every reason, in transformers' option names.
+    """Select the backends. Raises :class:`BridgeError` with every refusal if none can serve the problem.
 
     ``plans_in_graphs``: CUDA graphs capture steps together with their plans, from lengths on the device.
     """
+    return choose_and_build(request, problem, lambda selection: selection, plans_in_graphs=plans_in_graphs)
+
+
+def choose_and_build(
+    request: BackendRequest, problem: Problem, build: Callable[[Selection], Built], *, plans_in_graphs: bool = False
+) -> Built:
+    """Select as ``choose`` does, and build. ``auto`` continues without a backend that cannot be built, and warns."""
     try:
         refusals = HOST.refuse(problem)
         if refusals:
@@ -106,7 +119,7 @@ def choose(request: BackendRequest, problem: Problem, *, plans_in_graphs: bool =
         registry, fitted = load_registry(), HOST.fit(problem)
         if plans_in_graphs:
             fitted = replace(fitted, wants_graphs=True, exact_lengths=False)
-        return select(registry, request, fitted, ranking=default_ranking(registry, fitted))
+        return build_chosen(registry, request, fitted, build, ranking=default_ranking(registry, fitted))[1]
     except AttnplugError as error:
         raise BridgeError(error.format(HOST.render)) from None
 
