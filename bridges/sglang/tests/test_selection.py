@@ -25,9 +25,8 @@ from attnplug import (
     UsageError,
 )
 from attnplug.declare.errors import PluginWarning
-from attnplug.host import TINY_CONFIGS, Selection, SelectionError, load_model, load_registry
+from attnplug.host import TINY_CONFIGS, BuildError, Selection, SelectionError, load_model, load_registry
 from attnplug.registry.hosts import load_host
-from attnplug.registry.loading import BuildError
 from attnplug_sglang.host import HOST, OPTIONS, Refused, fit, given_options, render
 from attnplug_sglang.selection import choose, choose_and_build, decode_graphs, served_roles, unsupported
 from attnplug_sglang.server_args import check_server_args

@@ -8,8 +8,7 @@ import pytest
 
 from attnplug import BackendError, DType, GraphLevel, Problem, RefusalCode, Role
 from attnplug.declare.errors import PluginWarning
-from attnplug.host import BackendRequest, Selection
-from attnplug.registry.loading import BuildError
+from attnplug.host import BackendRequest, BuildError, Selection
 from attnplug.sparse import CompressedDims, IndexerDims
 from attnplug_testing.measured import measured_twins
 from attnplug_testing.specs import GDN, MHA, MLA, model

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from attnplug import DType, Role
+from attnplug import AttentionBackend, BackendError, DType, Role
 from attnplug.auto.fastest import FastestBackend
 from attnplug.declare.kv_format import as_format
-from attnplug.host import BackendRequest, load_registry, select
+from attnplug.host import (
+    BackendRequest,
+    BuildError,
+    HostContext,
+    Selection,
+    default_ranking,
+    load_registry,
+    select,
+)
 from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug_testing.errors import naming
+from attnplug_testing.measured import measured_twins
 from attnplug_vllm import kv_group
 from attnplug_vllm.geometry import GeometryBuilder
 from attnplug_vllm.kv_group import GroupAttention, mha_pools, mla_pools
@@ -103,6 +113,35 @@ def test_who_was_left_out_when_it_was_built_is_logged_with_the_reason(monkeypatc
     monkeypatch.setattr(kv_group.logger, "info", lambda message, *values: events.append(message % values))
     group(memory_of("NHD")).ready()
     assert events == ["attnplug: without other: it cannot be captured"]
+
+
+def test_auto_continues_without_a_backend_that_shares_a_role_and_cannot_be_built(monkeypatch, tmp_path):
+    """D2; a backend that was chosen for a role ends the start with its reason."""
+    attention = group(memory_of("NHD"))
+    twins = measured_twins(monkeypatch, tmp_path, attention.model.layers[0], DType.FLOAT32)
+    problem = replace(attention.selection.problem, page_size=BLOCK_SIZE)
+    ranking = default_ranking(twins, problem, per_batch=True)
+    attention.selection = select(twins, BackendRequest(), problem, ranking=ranking)
+    chosen, sharing = attention.selection.serving(Role.DECODE)
+    built, warned, broken = [], [], {sharing}
+
+    def build(selection: Selection, context: HostContext) -> AttentionBackend:
+        built.append([backend.spec.name for backend in selection.serving(Role.DECODE)])
+        for backend in broken & set(selection.serving(Role.DECODE)):
+            raise BuildError(backend, BackendError("no kernel image"))
+        return TorchNativeBackend(context.for_backend("torch_native", chosen.spec.capabilities))
+
+    monkeypatch.setattr(kv_group, "build_selection", build)
+    monkeypatch.setattr(kv_group.logger, "warning", lambda message, *values: warned.append(message % values))
+    run(attention, [(0, 3)], 0)
+    assert built == [[chosen.spec.name, sharing.spec.name], [chosen.spec.name]]
+    assert warned == [
+        f"attnplug: backend {sharing.spec.name} ({sharing.source}): no kernel image; auto continues without it"
+    ]
+    broken.add(chosen)
+    attention._attention = None
+    with pytest.raises(Refused, match="no kernel image"):
+        attention.ready()
 
 
 def test_it_is_built_when_the_caches_are_there_and_again_when_they_have_moved():

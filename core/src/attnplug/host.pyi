@@ -25,6 +25,7 @@ from attnplug.registry.assembly import build_selection as build_selection
 from attnplug.registry.assembly import choose_importable as choose_importable
 from attnplug.registry.hosts import HostSpec as HostSpec
 from attnplug.registry.kernel_builds import compile_progress as compile_progress
+from attnplug.registry.loading import BuildError as BuildError
 from attnplug.registry.registry import Registry as Registry
 from attnplug.registry.registry import installed_format as installed_format
 from attnplug.registry.registry import load_model as load_model

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnplug import KVFormat, LayerSpec, MHAPool, MLAPool, ModelSpec
+from attnplug import AttentionBackend, KVFormat, LayerSpec, MHAPool, MLAPool, ModelSpec
 from attnplug.host import (
     AttnplugError,
+    BuildError,
     ForwardingBackend,
+    HostContext,
     KVPools,
     ModelAttention,
     Selection,
@@ -23,6 +25,7 @@ from attnplug.host import (
     compile_progress,
 )
 from attnplug_vllm.host import render
+from attnplug_vllm.kv_formats import registry
 from attnplug_vllm.selection import Refused, log_groups
 from attnplug_vllm.specs import context_of
 
@@ -126,7 +129,7 @@ class GroupAttention:
                 workspace=workspace,
             )
             with compile_progress(partial(logger.info, "attnplug has compiled %d of %d kernels")):
-                backend = build_selection(self.selection, context)
+                backend = self._backend(context)
             attention = ModelAttention(backend, pools)
         except AttnplugError as error:
             raise Refused(error.format(render), error=error) from error
@@ -136,3 +139,22 @@ class GroupAttention:
         log_groups()
         self._address, self._pools = self._first_layer.kv_cache.data_ptr(), pools
         return attention
+
+    def _backend(self, context: HostContext) -> AttentionBackend:
+        """Build the selected backends. One that only shares a role by batch and cannot be built is left out (D2).
+
+        One that was chosen for a role is not replaced: vLLM has already been told what it supports.
+        """
+        while True:
+            try:
+                return build_selection(self.selection, context)
+            except BuildError as error:
+                failed, choices = error.backend, self.selection.choices
+                if registry().strict or any(choice.chosen is failed for choice in choices.values()):
+                    raise
+                left = {}
+                for role, choice in choices.items():
+                    others = [backend.spec.name for backend in choice.serving if backend is not failed]
+                    left[role] = replace(choice, schedule=choice.schedule and choice.schedule.only(others))
+                self.selection = replace(self.selection, choices=left)
+                logger.warning("attnplug: %s; auto continues without it", error)
