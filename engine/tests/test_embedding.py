@@ -208,6 +208,7 @@ def test_a_prompt_does_not_see_the_others():
         ([True], [True]),
         ("é", ["ASCII"]),
         ("\ud800", ["surrogate"]),
+        ("byte \udcff", ["character 5", "not UTF-8"]),
         ("x" * 65, [65, 64]),
     ],
 )

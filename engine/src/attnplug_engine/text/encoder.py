@@ -61,8 +61,9 @@ class PromptEncoder:
         text = prompt if isinstance(prompt, str) else self._rendered(prompt)
         try:
             text.encode()
-        except UnicodeEncodeError:
-            raise PromptError("the prompt is not text: it holds half of a surrogate pair") from None
+        except UnicodeEncodeError as error:
+            what = "a byte that is not UTF-8, or half of a surrogate pair"  # argv keeps such bytes as these
+            raise PromptError(f"the prompt is not text: character {error.start} is {what}") from None
         return self.tokenizer.encode(text, special_tokens=isinstance(prompt, str))
 
     def _rendered(self, chat: Chat) -> str:
