@@ -92,6 +92,7 @@ MUTANTS = [
         ("width_for_long_requests", *_split("geometry.page_table.shape[1] > 500")),
         ("strides_of_the_page_table", *_split("not geometry.page_table.is_contiguous()")),
         ("one_kv_head", *_of_layer("layer.num_kv_heads == 1")),
+        ("another_head_dim", *_of_layer("layer.head_dim == 128")),
         ("as_many_kv_heads", *_of_layer("layer.num_kv_heads == layer.num_heads")),
         ("lengths_of_whole_pages", *_split("not (geometry.seq_lens % 16).any()")),
         ("another_request_of_equal_length_in_front", _READ,

@@ -175,7 +175,7 @@ class Subject:
             invariant=case.invariant | self.invariant,
         )
         first: list[str] | None = None
-        for shaped in self._shapes(filled):
+        for shaped in self.shapes(filled):
             reasons = self.refusals(shaped.problem(self.device.type, self.sm, self.architecture), shaped.role)
             if not reasons:
                 return shaped
@@ -197,7 +197,8 @@ class Subject:
             if case.ragged and not capabilities.mla_extend - {ExtendPath.ABSORBED}:
                 raise Unclaimed("it extends MLA absorbed only")
 
-    def _shapes(self, case: Case) -> Iterator[Case]:
+    def shapes(self, case: Case) -> Iterator[Case]:
+        """Yield the case in each shape that it leaves open, whether it is served or not."""
         if case.is_mla:
             small = MLADims(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8)
             dims = [(small, 16)]

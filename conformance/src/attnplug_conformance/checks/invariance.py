@@ -11,6 +11,7 @@ import shlex
 import time
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -334,7 +335,7 @@ def _check_level(level: str, context: CheckContext) -> None:
 
 
 def _layers(level: str, context: CheckContext) -> Iterator[Case]:
-    """Yield the check's layer, then those with other heads, and with claimed features, dtypes and KV formats."""
+    """Yield the check's layer, then those with other heads, dims, claimed features, dtypes and KV formats."""
     yield context.case
     for each in _variants(level, context.subject, context.case):
         try:
@@ -354,6 +355,7 @@ def _variants(level: str, subject: Subject, case: Case) -> list[Case]:
     changes = [FEATURES[name][1] for name in ("window_and_cap", "sinks", "window", "cap")]
     # Large logits: a kernel that rescales its sums only then decides so for a tile.
     found = [replace(case, extras=case.extras - {"lse"}, magnitude=2.0), *(replace(case, **heads) for heads in HEADS)]
+    found += [] if case.is_mla else _of_other_width(subject, case)
     for change in changes[: 2 if subject.device.type == "cpu" else 4]:
         made = {**change, "extras": case.extras | change.get("extras", frozenset())}
         found.append(replace(case, **made | ({"window": 20} if "window" in made else {})))
@@ -361,6 +363,15 @@ def _variants(level: str, subject: Subject, case: Case) -> list[Case]:
     held = [format.name for format in coded_formats(case.kind)]
     claimed = [name for name in held if can.kv_dtypes is None or name in can.kv_dtypes]
     return found + _share(level, [replace(case, kv_dtype=name, dtype=None) for name in sorted(claimed)])
+
+
+def _of_other_width(subject: Subject, case: Case) -> list[Case]:
+    """Return the layer with the largest other head dims that are served, for which kernels often have larger tiles."""
+    for shaped in reversed([*subject.shapes(replace(case, dims=None))]):
+        with suppress(Unclaimed):
+            if shaped.dims != case.dims:
+                return [subject.fit(shaped)]
+    return []
 
 
 def _share(level: str, layers: list[Case]) -> list[Case]:
