@@ -143,7 +143,7 @@ class GroupAttention:
     def _backend(self, context: HostContext) -> AttentionBackend:
         """Build the selected backends. One that only shares a role by batch and cannot be built is left out (D2).
 
-        One that was chosen for a role is not replaced: vLLM has already been told what it supports.
+        One that was chosen for a role is not replaced: vLLM already relies on what it supports.
         """
         while True:
             try:
