@@ -25,7 +25,7 @@ from attnplug import (
     UsageError,
 )
 from attnplug.declare.errors import PluginWarning
-from attnplug.host import TINY_CONFIGS, BuildError, Selection, SelectionError, load_model, load_registry
+from attnplug.host import TINY_CONFIGS, BuildError, Registry, Selection, SelectionError, load_model, load_registry
 from attnplug.registry.hosts import load_host
 from attnplug_sglang.host import HOST, OPTIONS, Refused, fit, given_options, render
 from attnplug_sglang.selection import choose, choose_and_build, decode_graphs, served_roles, unsupported
@@ -137,24 +137,25 @@ def test_each_role_is_checked_by_itself(folder: str) -> None:
     assert refused.value.selection.choices[Role.DECODE].setting is Setting.DECODE_ATTENTION_BACKEND
 
 
-def test_auto_shares_a_role_between_the_backends_that_were_measured_the_fastest(
-    folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Each is the fastest for some batches."""
+@pytest.fixture
+def measured(folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Registry, Problem]:
+    """Two backends, each of which was measured the fastest for some batches of a model."""
     problem = Problem(load_model(folder), device="cpu", dtype=DType.FLOAT32, page_size=1)
     assert problem.model is not None
-    twins = measured_twins(monkeypatch, tmp_path, problem.model.layers[0], DType.FLOAT32)
+    return measured_twins(monkeypatch, tmp_path, problem.model.layers[0], DType.FLOAT32), problem
+
+
+def test_auto_shares_a_role_between_the_backends_that_were_measured_the_fastest(
+    measured: tuple[Registry, Problem],
+) -> None:
+    twins, problem = measured
     found = choose(twins, "attnplug:auto", (Role.DECODE,), problem, verify=Role.DECODE, graphs=False)
     assert [backend.spec.name for backend in found.serving(Role.DECODE)] == ["beta", "alpha"]
 
 
-def test_auto_continues_without_a_backend_that_cannot_be_built(
-    folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_auto_continues_without_a_backend_that_cannot_be_built(measured: tuple[Registry, Problem]) -> None:
     """D2: a backend that shares a role by batch does not end a start, such as one whose kernel library is broken."""
-    problem = Problem(load_model(folder), device="cpu", dtype=DType.FLOAT32, page_size=1)
-    assert problem.model is not None
-    twins = measured_twins(monkeypatch, tmp_path, problem.model.layers[0], DType.FLOAT32)
+    twins, problem = measured
 
     def build(selection: Selection) -> list[str]:
         found = [backend.spec.name for backend in selection.serving(Role.DECODE)]

@@ -267,7 +267,7 @@ def every_kernel(cases: list[dict[str, Any]]) -> Iterator[tuple[int, str, Any]]:
     yield 90, "merge of splits", merge_splits(90, fixed, first["type"])
 
 
-def fused() -> Iterator[tuple[str, int, list[int]]]:
+def fused() -> Iterator[tuple[str, int, list[list[int]]]]:
     """Fused products and sums of kernels whose bits must not depend on them."""
     for configuration in INVARIANT[:2]:
         cut, found = asdict(configuration), []

@@ -35,7 +35,7 @@ def choose_and_build(
     name: str,
     roles: tuple[Role, ...],
     problem: Problem,
-    built: Callable[[Selection], Built],
+    build: Callable[[Selection], Built],
     *,
     verify: Role,
     graphs: bool,
@@ -49,7 +49,7 @@ def choose_and_build(
     if not graphs:
         fitted = replace(fitted, cuda_graph=GraphLevel.NEVER, wants_graphs=False)
     ranking = default_ranking(registry, fitted, per_batch=HOST.per_batch(fitted))
-    return build_chosen(registry, request, fitted, built, ranking=ranking, roles=roles)[1]
+    return build_chosen(registry, request, fitted, build, ranking=ranking, roles=roles)[1]
 
 
 def check_options(registry: Registry) -> None:
