@@ -150,7 +150,8 @@ class GroupAttention:
                 return build_selection(self.selection, context)
             except BuildError as error:
                 failed, choices = error.backend, self.selection.choices
-                if registry().strict or any(choice.chosen is failed for choice in choices.values()):
+                sharing = any(failed in choice.serving for choice in choices.values())
+                if registry().strict or not sharing or any(choice.chosen is failed for choice in choices.values()):
                     raise
                 left = {}
                 for role, choice in choices.items():
